@@ -56,6 +56,10 @@ class _ShapeMismatchError(CollectiveMismatchError, ValueError):
     """The arrays of the ranks do not fit each other, which all ranks know before they move."""
 
 
+# Users see the class that the documentation names.
+_ShapeMismatchError.__name__ = _ShapeMismatchError.__qualname__ = CollectiveMismatchError.__name__
+
+
 class CollectiveTimeoutError(CollectiveError, TimeoutError):
     """Some ranks did not come within the time given."""
 

@@ -20,7 +20,7 @@ from mpistrat.errors import ContextError
 from mpistrat.native import native_library
 from mpistrat.pytorch import in_modes_of_here
 
-__all__ = ["Meeting", "Member"]
+__all__ = ["Meeting", "Member", "Unwound"]
 
 
 class Unwound(BaseException):

@@ -11,6 +11,7 @@ from mpistrat.agreement.ledger import Outcome, Signature, Status, digest_of, dis
 from mpistrat.comm.replica_reducer import Meetings
 from mpistrat.comm.replica_transport import ReplicaTransport
 from mpistrat.errors import CollectiveError
+from mpistrat.meeting import Unwound
 from mpistrat.system.callsite import users_place
 from mpistrat.system.text import format_detail
 from mpistrat.tracing.flight_recorder import State
@@ -132,9 +133,15 @@ class ReplicaChannel(Channel):
             return list(map(Done, do(given)))
         return [outcome if are_equal else Outcome.MIXED] * len(votes)
 
+    def leave_interrupted(self, what: str, error: BaseException) -> None:
+        """Close the channel, unless the replica ends because another one here has failed."""
+        # That one reports its own failure, and may have failed after the data had moved.
+        if not isinstance(error, Unwound):
+            super().leave_interrupted(what, error)
+
     def leave_data(self, error: BaseException) -> None:
         """Report that this rank brings no more of the data that the others wait for."""
-        if self.closed is None:
+        if self.closed is None and not isinstance(error, Unwound):
             self._ranks.leave_interrupted(f"transfer of data in {self.inside}", error)
 
     def exchange(self, value: Any) -> list[Any]:

@@ -144,9 +144,10 @@ class Checkpoint(Trackable):
             variables, whose values are the same on all ranks. For states of many GiB on a parallel
             file system, where one node cannot write as fast as several. The file is the same.
         drift : str
-            What happens if the replicas of a mirrored variable differ, which they never do in a
-            right program: ``"warn"`` saves rank 0's values with a `ReplicaDriftWarning` that names
-            the variables, ``"raise"`` saves nothing, ``"ignore"`` compares nothing.
+            What happens if the replicas of a mirrored variable, or of a parameter or an optimizer's
+            slot of PyTorch, differ, which they never do in a right program: ``"warn"`` saves rank
+            0's values with a `ReplicaDriftWarning` that names them, ``"raise"`` saves nothing,
+            ``"ignore"`` compares nothing.
         overwrite : bool
             Whether to replace a file at `path` that is not a checkpoint.
 

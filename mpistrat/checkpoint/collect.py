@@ -9,18 +9,24 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
 from mpistrat.arrays import Array, host_view
 from mpistrat.checkpoint.deferred import check_nothing_waits
-from mpistrat.checkpoint.digests import digest_of_array, digest_of_text
-from mpistrat.checkpoint.drift import drifted_variables, mirrored_digests
+from mpistrat.checkpoint.digests import digest_of_text
+from mpistrat.checkpoint.drift import drifted_variables, mirrored_digests, tensor_digests
 from mpistrat.checkpoint.format import Header, is_storable
 from mpistrat.checkpoint.json_marks import marked
 from mpistrat.checkpoint.object_graph import Tree, split_object, walk
-from mpistrat.checkpoint.ownership import Replaces, Writers, check_may_replace, writes_here
+from mpistrat.checkpoint.ownership import (
+    Replaces,
+    Writers,
+    check_may_replace,
+    warn_if_unconnected,
+    writes_here,
+)
 from mpistrat.checkpoint.ranks import agree_on_path, collectives_for_save
 from mpistrat.checkpoint.replica_state import (
     PerReplicaState,
@@ -38,6 +44,7 @@ from mpistrat.checkpoint.writer import (
 )
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.errors import CheckpointError, ContextError
+from mpistrat.system.digests import digest_of_values
 from mpistrat.system.text import rank_list
 from mpistrat.trackable import Trackable
 from mpistrat.variables import (
@@ -49,6 +56,7 @@ from mpistrat.variables import (
     Variable,
 )
 from mpistrat.variables.divided import BYTES_PER_PIECE, SavedInPieces
+from mpistrat.variables.drift import digest_of
 from mpistrat.variables.kinds import WrittenTogether
 
 _logger = logging.getLogger("mpistrat")
@@ -96,11 +104,15 @@ class StateCollector:
         """Whether this job's part of the ranks writes the file; outside of strategies rank 0."""
         if not self.writes_here:
             _warn_of_root(what)
+        elif self.collectives.size == 1:
+            warn_if_unconnected(what, self.path)
         self._states: dict[str, SplitState] = {}
         self._of_replicas: dict[str, list[SplitState]] = {}
         """What each `PerReplicaState` has on this rank, by path."""
         self._mirrored: dict[str, str] = {}
-        """Digests of mirrored variables, by path."""
+        """Digests of mirrored variables and of tensors, by path."""
+        self._keys: dict[str, set[str]] = {}
+        """Of the tensors that are to be equal on all ranks, by the path of their object."""
         self._drifted: set[str] = set()
         of_ranks = self.collectives.on_all(
             lambda: self._check(root, replaces, drift), what, self.path
@@ -132,13 +144,16 @@ class StateCollector:
                 continue
             state = self._states[name] = split_object(each, name)
             self._check_shards(name, state)
+            if _is_mirrored(each):
+                self._keys[name] = each.mirrored_keys(state[1])
             if is_compared:
                 self._digests[name] = _digest_of_state(state, with_values=not _is_mirrored(each))
         for name, variable in self._tree.variables.items():
             if is_compared and not isinstance(variable, WrittenTogether | SyncOnReadVariable):
-                self._digests[name] = digest_of_array(host_view(variable._storage)).text
+                self._digests[name] = f"{digest_of(variable._storage):016x}"
         if is_compared and drift != "ignore":
             self._mirrored = mirrored_digests(self._tree.variables)
+            self._mirrored |= tensor_digests(self._states, self._keys)
         groups = self._tree.paths(), self._digests.values(), self._mirrored.values()
         paths, states, mirrored = map(_digest_of_texts, groups)
         return paths, states, mirrored
@@ -203,7 +218,7 @@ class StateCollector:
     def _items_of_state(self, name: str, state: SplitState) -> Iterator[Item]:
         rest, arrays = state
         yield state_item(name, rest, list(arrays))
-        stateful = self._tree.stateful[name]
+        mirrored = self._keys.get(name, ())
         for key, array in arrays.items():
             path = f"{name}/{key}"
             if isinstance(array, np.ndarray):
@@ -214,7 +229,7 @@ class StateCollector:
                 item = _item_of_tensor(path, array, BufferLifetime.BRIEF)
                 yield item if self.collectives.rank == 0 else replace(item, array=None)
                 del item  # the whole of it, on every rank
-            elif self._is_parallel and _is_mirrored(stateful):
+            elif self._is_parallel and key in mirrored and path not in self._drifted:
                 yield _item_of_tensor(path, array, BufferLifetime.EVERYWHERE)
             elif self.collectives.rank == 0:
                 life = BufferLifetime.LONG if array.is_view else BufferLifetime.BRIEF
@@ -311,7 +326,7 @@ class _OwnBlock:
         raise NotImplementedError  # no rank has all of it
 
 
-def _is_mirrored(stateful: object) -> bool:
+def _is_mirrored(stateful: object) -> TypeGuard[TensorState]:
     return isinstance(stateful, TensorState) and stateful.is_mirrored
 
 
@@ -382,7 +397,8 @@ def _digest_of_state(state: SplitState, with_values: bool) -> str:
     digests = [digest_of_text(json.dumps(marked(rest), sort_keys=True).encode())]
     for key, array in sorted(arrays.items()):
         is_whole = isinstance(array, np.ndarray) or not array.num_ranks
-        digest = digest_of_array(np.asarray(array)).text if with_values and is_whole else ""
+        is_compared = with_values and is_whole
+        digest = f"{digest_of_values(np.asarray(array)):016x}" if is_compared else ""
         digests.append(f"{key} {array.dtype} {array.shape} {digest or is_whole}")
     return _digest_of_texts(digests)
 

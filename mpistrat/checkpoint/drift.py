@@ -1,18 +1,22 @@
-"""Drift at a save: digests of mirrored variables, compared over the ranks that save."""
+"""Drift at a save: digests of mirrored variables and tensors, compared over ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
+import numpy as np
+
+from mpistrat.checkpoint.state_json import SplitState
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.errors import CheckpointError, ReplicaDriftError, ReplicaDriftWarning
 from mpistrat.layout import Layout
+from mpistrat.system.digests import digest_of_values
 from mpistrat.system.text import rank_list
 from mpistrat.user_warnings.once import warn_once
 from mpistrat.variables import MirroredVariable, Variable
 from mpistrat.variables.drift import digest_of
 
-__all__ = ["check_drift_option", "drifted_variables", "mirrored_digests"]
+__all__ = ["check_drift_option", "drifted_variables", "mirrored_digests", "tensor_digests"]
 
 _WHEN_DRIFTED = ("warn", "raise", "ignore")
 """What a save does about replicas that differ."""
@@ -43,6 +47,18 @@ def mirrored_digests(variables: Mapping[str, Variable]) -> dict[str, str]:
     }
 
 
+def tensor_digests(
+    states: Mapping[str, SplitState], keys: Mapping[str, Collection[str]]
+) -> dict[str, str]:
+    """Return a digest of each tensor at the `keys` of the states, by path. Local."""
+    return {
+        f"{name}/{key}": f"{digest_of_values(np.asarray(array)):016x}"
+        for name, own in keys.items()
+        for key, array in states[name][1].items()
+        if key in own and (isinstance(array, np.ndarray) or not array.num_ranks)
+    }
+
+
 def drifted_variables(
     collectives: Collectives,
     what: str,
@@ -50,10 +66,10 @@ def drifted_variables(
     own: Mapping[str, str],
     drift: str,
 ) -> set[str]:
-    """Return the paths of the variables that differ, and warn or raise. **Collective**.
+    """Return the paths of values that differ, and warn or raise. **Collective**.
 
-    `own` is what `mirrored_digests` has returned. The ranks that hold the same part of a variable
-    are compared: all of them, unless it is split over the ranks of a replica.
+    `own` has digests of mirrored variables and of tensors. The ranks that hold the same part of a
+    variable are compared: all of them, unless it is split over the ranks of a replica.
     """
     of_ranks: list[Mapping[str, str]] = collectives.gather_json(own, what)
     layout, differing = collectives.layout, {}
@@ -61,7 +77,7 @@ def drifted_variables(
         others = [
             rank
             for rank, each in enumerate(of_ranks)
-            if each[path] != of_ranks[_first_with_part(layout, variables[path], rank)][path]
+            if each[path] != of_ranks[_first_with_part(layout, variables.get(path), rank)][path]
         ]
         if others:
             differing[path] = others
@@ -70,9 +86,9 @@ def drifted_variables(
     return set(differing)
 
 
-def _first_with_part(layout: Layout, variable: Variable, rank: int) -> int:
+def _first_with_part(layout: Layout, variable: Variable | None, rank: int) -> int:
     """Return the first rank that holds the same part of `variable` as `rank`."""
-    return 0 if variable.split_axis is None else layout.shard_of(rank)
+    return 0 if variable is None or variable.split_axis is None else layout.shard_of(rank)
 
 
 def _report(
@@ -82,23 +98,25 @@ def _report(
     drift: str,
 ) -> None:
     shown = [
-        f"{path!r}{_name_beside(path, variables[path])} on {rank_list(ranks)}"
+        f"{path!r}{_name_beside(path, variables.get(path))} on {rank_list(ranks)}"
         for path, ranks in list(differing.items())[:_MAX_NAMES]
     ]
     rest = len(differing) - len(shown)
     more = f" and {rest} more" if rest else ""
     text = (
-        f"{what}: variables that should be equal on all replicas have drifted apart; from rank 0's "
+        f"{what}: values that should be equal on all replicas have drifted apart; from rank 0's "
         f"differ: {', '.join(shown)}{more}."
     )
     remedy = (
         " Writes in update context, to variable.storage or from random numbers must be the same "
-        "on every rank; strategy.assert_replicas_agree finds the step after which they are not."
+        "on every rank, and so must the weights and steps of a PyTorch module outside of "
+        "DistributedDataParallel; assert_replicas_agree, of the strategy or of mpistrat.torch, "
+        "finds the step after which they are not."
     )
     if drift == "raise":
         raise _DriftAtSaveError(f"{text} Nothing is saved.{remedy}")
     warn_once(f"{text} Rank 0's values are saved.{remedy}", ReplicaDriftWarning)
 
 
-def _name_beside(path: str, variable: Variable) -> str:
-    return "" if path == variable.name else f" (variable {variable.name!r})"
+def _name_beside(path: str, variable: Variable | None) -> str:
+    return "" if variable is None or path == variable.name else f" (variable {variable.name!r})"

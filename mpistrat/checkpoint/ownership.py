@@ -23,13 +23,21 @@ from mpistrat.checkpoint.object_graph import Tree
 from mpistrat.checkpoint.tensors import world_strategy
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.errors import CheckpointError
-from mpistrat.mpi.launcher import find_launcher, is_one_of_several
+from mpistrat.mpi.launcher import find_launcher, is_one_of_several, unconnected_task
 from mpistrat.mpi.world import is_started, started_world
 from mpistrat.system.exit_hooks import Phase, at
 from mpistrat.system.files import claimed, hidden_beside
 from mpistrat.system.text import rank_list
+from mpistrat.user_warnings.once import warn_once
 
-__all__ = ["WRITERS", "Replaces", "Writers", "check_may_replace", "writes_here"]
+__all__ = [
+    "WRITERS",
+    "Replaces",
+    "Writers",
+    "check_may_replace",
+    "warn_if_unconnected",
+    "writes_here",
+]
 
 WRITERS = "writers"
 """The attribute of the group of variables, in files of jobs of several ranks."""
@@ -189,6 +197,26 @@ def writes_here(tree: Tree, collectives: Collectives) -> bool:
         return world is None or bool(world.rank == 0)
     # A program of several processes that has not started MPI, such as one of torch over gloo.
     return not is_one_of_several() or find_launcher().task == 0
+
+
+def warn_if_unconnected(what: str, path: str) -> None:
+    """Warn if a launcher started several processes that MPI does not connect. Local."""
+    found = None if is_started() and _has_others() else unconnected_task()
+    if found is None or found[2] == 0:  # which may be the only one that saves
+        return
+    launcher, tasks, task = found
+    warn_once(
+        f"{what} saves the state of process {task} of {tasks} that {launcher} started, to "
+        f"{path!r}. MPI does not connect them, so nothing compares their states, and each process "
+        "that saves to one path replaces the file. Start the program by mpistrat run, mpiexec or "
+        "srun --mpi=..., save on process 0 only, or give each process its own path.",
+        key="unconnected",
+    )
+
+
+def _has_others() -> bool:
+    world = started_world()
+    return world is not None and world.size > 1
 
 
 def _is_own(strategy: Any) -> bool:

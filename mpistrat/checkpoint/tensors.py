@@ -7,7 +7,7 @@ first tensor or object of it, or when a file has tensors; so nothing here import
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -90,10 +90,14 @@ class TensorState:
     """
 
     is_mirrored = False
-    """Whether it is assumed to be equal on all ranks: rank 0's is saved, and not compared."""
+    """Whether its tensors are those of replicas: rank 0's are saved, also if they have drifted."""
 
     def __init__(self, target: Any) -> None:
         self._target = target
+
+    def mirrored_keys(self, keys: Iterable[str]) -> set[str]:
+        """Return those of `keys` whose tensors are to be equal on all ranks."""
+        return set(keys) if self.is_mirrored else set()
 
     @property
     def may_refuse(self) -> bool:

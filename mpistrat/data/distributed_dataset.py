@@ -112,7 +112,51 @@ class DistributedDataset:
             )
 
     def _elements(self, pass_number: int, start: int) -> Generator[Any, None, None]:
-        """Yield the elements of a pass on the device, each array as a `PerReplica`."""
+        """Yield the elements of a pass; an error of one rank reaches all. **Collective**."""
+        try:
+            yield from self._own_elements(pass_number, start)
+        except CollectiveError:
+            raise
+        except Exception as error:
+            with contextlib.suppress(Exception):  # which says less than the error
+                self._meet(error)
+            raise
+        # A rank without rows of a batch has met none of the errors that others report in it.
+        self._meet()
+        if self._generators and not self._collectives.is_elastic:
+            self._compare_generators()
+
+    def _meet(self, error: Exception | None = None) -> None:
+        """Meet the other ranks at the end of the pass, or report an `error`. **Collective**."""
+
+        def meet() -> None:
+            with self._collectives.call(_NEXT_BATCH) as call:
+                if error is not None:
+                    raise error
+                call.agree("the end of the pass")
+
+        self._collectives.as_unit(_NEXT_BATCH, meet)
+
+    def _compare_generators(self) -> None:
+        """Warn of generators that have given other elements on other ranks. **Collective**."""
+        seen_here = [each.seen for each in self._generators]
+        of_ranks = self._collectives.gather_json(seen_here, _NEXT_BATCH)
+        for number, generator in enumerate(self._generators):
+            seen = [of_rank[number] for of_rank in of_ranks]
+            # A rank that stopped earlier proves nothing.
+            if len({count for count, _ in seen}) == 1 and len({digest for _, digest in seen}) > 1:
+                groups = ranks_by_value((rank, digest) for rank, (_, digest) in enumerate(seen))
+                warn_once(
+                    f"{generator!r} has given different elements on "
+                    f"{' and '.join(map(rank_list, groups.values()))}, but every rank keeps its "
+                    "slice of the same sequence, so examples are missing and others come twice. "
+                    "Give random generators the same seed on every rank, and sort sets and lists "
+                    "of files; for data of each rank's own use distribute_datasets_from_function.",
+                    key=f"generator {number}",
+                )
+
+    def _own_elements(self, pass_number: int, start: int) -> Generator[Any, None, None]:
+        """Yield this rank's elements on the device, each array as a `PerReplica`."""
         layout = self._collectives.layout
         replica, has_others = layout.replica_id, layout.num_replicas > 1
         numbers = itertools.count(start)
@@ -141,49 +185,13 @@ class DistributedDataset:
             transfer = stack.enter_context(contextlib.closing(transfer_to(self._device)))
             stack.callback(note_part, replica, None)  # after the pass nobody works on it
             elements = self._rank_dataset.elements(pass_number, start, transfer.begin)
-            with contextlib.closing(elements):
-                while True:
-                    try:
-                        # No name for the element, which would keep it in memory until the next.
-                        yield noted(nests.map_nest(per_replica_of, next(elements)))
-                    except StopIteration:
-                        break
-                    except CollectiveError:
-                        raise
-                    except Exception as error:
-                        self._report(error)
-                        raise
-        if self._collectives.is_elastic:  # an iteration is no part of what is repeated after a loss
-            return
-        # A rank without rows of a batch has met none of the errors that others report in it.
-        with self._collectives.call(_NEXT_BATCH) as call:
-            call.agree("the end of the pass")
-        if self._generators:
-            self._compare_generators()
-
-    def _compare_generators(self) -> None:
-        """Warn of generators that have given other elements on other ranks. **Collective**."""
-        seen_here = [each.seen for each in self._generators]
-        of_ranks = self._collectives.gather_json(seen_here, _NEXT_BATCH)
-        for number, generator in enumerate(self._generators):
-            seen = [of_rank[number] for of_rank in of_ranks]
-            # A rank that stopped earlier proves nothing.
-            if len({count for count, _ in seen}) == 1 and len({digest for _, digest in seen}) > 1:
-                groups = ranks_by_value((rank, digest) for rank, (_, digest) in enumerate(seen))
-                warn_once(
-                    f"{generator!r} has given different elements on "
-                    f"{' and '.join(map(rank_list, groups.values()))}, but every rank keeps its "
-                    "slice of the same sequence, so examples are missing and others come twice. "
-                    "Give random generators the same seed on every rank, and sort sets and lists "
-                    "of files; for data of each rank's own use distribute_datasets_from_function.",
-                    key=f"generator {number}",
-                )
-
-    def _report(self, error: Exception) -> None:
-        """Report an error to the other ranks, which would wait for this one. **Collective**."""
-        # What the call itself raises here says less than the error.
-        with contextlib.suppress(Exception), self._collectives.call(_NEXT_BATCH):
-            raise error
+            stack.enter_context(contextlib.closing(elements))
+            while True:
+                try:
+                    # No name for the element, which would keep it in memory until the next.
+                    yield noted(nests.map_nest(per_replica_of, next(elements)))
+                except StopIteration:
+                    return
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position: the pass, and how many of its batches were handed out. Local.

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpistrat import nests
 from mpistrat.data.distributed_dataset import DistributedDataset
 from mpistrat.values import PerReplica
+
+if TYPE_CHECKING:
+    from mpistrat.collectives.collectives import Collectives
 
 __all__ = ["ReplicatedDataset"]
 
@@ -24,17 +27,18 @@ class ReplicatedDataset(DistributedDataset):
         each: Callable[[Callable[[], Any]], list[Any]],
         per_replica: Callable[[Sequence[Any]], Any],
         own_of: Callable[[Sequence[Any]], Any],
+        ranks: Collectives,
     ) -> None:
         # `each` calls a function as each replica, and `own_of` returns the item of the one that
         # runs; `per_replica` joins components.
         first = of_replicas[0]
-        super().__init__(first._rank_dataset, first._device, first._collectives)
+        super().__init__(first._rank_dataset, first._device, ranks)
         self._of_replicas = of_replicas
         self._each, self._per_replica, self._own_of = each, per_replica, own_of
 
-    def _elements(self, pass_number: int, start: int) -> Generator[Any, None, None]:
+    def _own_elements(self, pass_number: int, start: int) -> Generator[Any, None, None]:
         """Yield the elements of a pass, each array as a `PerReplica` of all replicas here."""
-        parts = [each._elements(pass_number, start) for each in self._of_replicas]
+        parts = [each._own_elements(pass_number, start) for each in self._of_replicas]
         with contextlib.ExitStack() as stack:
             for part in parts:
                 stack.enter_context(contextlib.closing(part))

@@ -21,6 +21,7 @@ __all__ = [
     "keeps_survivors",
     "launch_command",
     "srun_flag",
+    "unconnected_task",
     "without_launcher",
 ]
 
@@ -207,18 +208,41 @@ def is_one_of_several() -> bool:
 
 def check_torchrun(size: int) -> None:
     """Raise `LaunchError` if PyTorch's launcher started processes that MPI does not connect."""
-    variables = environment()
-    tasks, rank = variables.get("WORLD_SIZE", ""), variables.get("RANK", "")
-    if size > 1 or not tasks.isdecimal() or not rank.isdecimal() or int(tasks) <= 1:
+    found = _task_of_torchrun()
+    if size > 1 or found is None:
         return
+    tasks, rank = found
     error = LaunchError(
         f"torchrun (torch.distributed.run) started {tasks} processes, but MPI sees a world of one "
         "rank: every process would train alone. Start the program without torchrun, by "
         f"mpistrat run -n {tasks} program.py, mpiexec or srun. If there is no torchrun, unset RANK "
         "and WORLD_SIZE, which come from another job."
     )
-    error._is_reported_elsewhere = int(rank) != 0
+    error._is_reported_elsewhere = rank != 0
     raise error
+
+
+def unconnected_task() -> tuple[str, int, int] | None:
+    """Return launcher, number of processes and number of this one, where MPI connects none.
+
+    ``None`` for a process that no launcher started, or started alone.
+    """
+    found = _task_of_torchrun()
+    if found is not None:
+        return "torchrun", *found
+    launcher = find_launcher()
+    is_task = launcher.name == "slurm" and not launcher.is_inherited and not is_one_of_several()
+    if is_task and launcher.num_tasks > 1:
+        return "srun", launcher.num_tasks, launcher.task
+    return None
+
+
+def _task_of_torchrun() -> tuple[int, int] | None:
+    variables = environment()
+    tasks, rank = variables.get("WORLD_SIZE", ""), variables.get("RANK", "")
+    if not tasks.isdecimal() or not rank.isdecimal() or int(tasks) <= 1:
+        return None
+    return int(tasks), int(rank)
 
 
 def keeps_survivors() -> bool:

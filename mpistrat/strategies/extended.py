@@ -38,10 +38,17 @@ from mpistrat.strategies.reductions import (
 )
 from mpistrat.system.callsite import failure_site
 from mpistrat.tracing.spans import span
-from mpistrat.values import batches_of, container_of, localize, per_replica
-from mpistrat.variables import Variable, check_replicas_agree, variables_to_compare
+from mpistrat.values import PerReplica, batches_of, container_of, localize, per_replica
+from mpistrat.variables import (
+    MirroredVariable,
+    Variable,
+    check_replicas_agree,
+    variables_to_compare,
+)
 
 __all__ = ["StrategyExtended"]
+
+_PLAIN = (bool, int, float, complex, np.generic, np.ndarray)
 
 
 class StrategyExtended(StrategyHooks, InputDistribution, ExtendedV1):
@@ -234,14 +241,17 @@ class StrategyExtended(StrategyHooks, InputDistribution, ExtendedV1):
     ) -> Any:
         """Call ``fn(var, *args, **kwargs)`` in update context, where writes are local.
 
-        **Collective**: every rank makes the call, but nothing is exchanged by it.
+        **Collective**: every rank makes the call, and the ranks compare numbers and NumPy arrays
+        that it passes to a mirrored variable. Values that `fn` takes from elsewhere, and device
+        arrays, are not compared: `assert_replicas_agree` shows whether they were equal.
 
         Parameters
         ----------
         var : Variable
         fn : callable
         args, kwargs : sequence, mapping
-            `Mirrored` values arrive as this rank's component.
+            `Mirrored` values arrive as this rank's component. Numbers and arrays must be the same
+            on every rank.
         group : bool
             Whether to return the result merged, or a tuple with this rank's.
 
@@ -251,6 +261,8 @@ class StrategyExtended(StrategyHooks, InputDistribution, ExtendedV1):
             If an argument holds a `PerReplica`.
         TypeError
             If `var` is no variable.
+        CollectiveMismatchError
+            If numbers or arrays differ from rank to rank: reduce or broadcast them first.
         ContextError
             Inside a replica function, or for a variable of another strategy.
         """
@@ -258,8 +270,24 @@ class StrategyExtended(StrategyHooks, InputDistribution, ExtendedV1):
         if not isinstance(var, Variable):
             raise TypeError(f"update: var must be a mpistrat.Variable, not {var!r}.")
         self._check_is_ours("update", var)
+        if isinstance(var, MirroredVariable) and var.split_axis is None:
+            self._compare_arguments(var, args, kwargs)
         what = f"update of variable {var.name!r}"
         return call_in_update_context(self._container, what, fn, (var,), args, kwargs, group)
+
+    def _compare_arguments(self, var: Variable, args: Any, kwargs: Any) -> None:
+        """Raise on all ranks if plain values for `var` differ between them. **Collective**."""
+        if self._collectives.size == 1:
+            return
+        leaves, _ = nests.flatten((args, kwargs))
+        if any(isinstance(leaf, PerReplica) for leaf in leaves):
+            return  # which is an error on its own
+        plain = [np.asarray(leaf) for leaf in leaves if isinstance(leaf, _PLAIN)]
+        plain = [each for each in plain if not each.dtype.hasobject]
+        if plain:
+            with self._collectives.call("update", var.name) as call:
+                call.include_values(plain)
+                call.agree("plain values, which are the same on every rank")
 
     def gradient_buffers(self, variables: Sequence[Variable]) -> list[np.ndarray]:
         """Return memory for the gradients of this replica, one array for each of `variables`.

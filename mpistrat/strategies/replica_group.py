@@ -59,6 +59,10 @@ class ReplicaGroup:
         """Those of the replica that runs, outside of all those of the ranks."""
         return self.ranks if self.turn is None else self._members[self.turn]
 
+    def member(self, replica_id: int) -> Collectives:
+        """Return those of a replica of this rank."""
+        return self._members[replica_id - self.ids[0]]
+
     @property
     def layout(self) -> Layout:
         """That of the rank, as the replica sees it that runs."""

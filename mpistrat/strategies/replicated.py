@@ -251,8 +251,10 @@ class ReplicatedExtended(StrategyExtended):
     def _joined_datasets(self, datasets: Sequence[DistributedDataset]) -> DistributedDataset:
         from mpistrat.data.replicated import ReplicatedDataset
 
-        made = ReplicatedDataset(datasets, self._group.each, self._group.per_replica, self._own_of)
-        return self._owned(made)
+        group = self._group
+        return self._owned(
+            ReplicatedDataset(datasets, group.each, group.per_replica, self._own_of, group.ranks)
+        )
 
 
 def _note_replica(error: BaseException, note: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -129,6 +129,11 @@ class _ModuleState(TensorState):
     """The parameters and buffers of a module, under the names of the module without wrappers."""
 
     is_mirrored = True
+
+    def mirrored_keys(self, keys: Iterable[str]) -> set[str]:
+        """Return the keys of parameters: buffers, such as batch statistics, differ by nature."""
+        named = self._target.named_parameters(remove_duplicate=False)
+        return set(keys) & {name for name, _ in named}
 
     @property
     def may_refuse(self) -> bool:

@@ -1,6 +1,8 @@
 """Saves of variables that have drifted apart, over data files, and of state without a scope."""
 
 import os
+import subprocess
+import sys
 import warnings
 
 import h5py
@@ -9,6 +11,7 @@ import pytest
 
 import mpistrat as ms
 from mpistrat.errors import CheckpointError, ReplicaDriftError, ReplicaDriftWarning
+from mpistrat.mpi.launcher import without_launcher
 from mpistrat.testing import launch
 
 LARGE = 2**18
@@ -53,6 +56,41 @@ def test_a_save_of_drifted_variables_warns_once_and_has_rank_0s(
         for name in ("'small'", "'large'", "'sgd/momentum/small'"):
             assert name in str(each.message)
     assert values_in(path) == (1, 1, 1)
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_modules_and_optimizers_of_torch_are_compared(strategy, rank, size, mpi_tmp_path, parallel):
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.BatchNorm1d(512))
+    adam = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 512)).sum().backward()
+    adam.step()
+    path = mpi_tmp_path / "torch.h5"
+    checkpoint = ms.Checkpoint(model=model, adam=adam)
+
+    def written():
+        with warnings.catch_warnings(record=True) as given, strategy.scope():
+            warnings.simplefilter("always", ReplicaDriftWarning)
+            checkpoint.write(path, parallel=parallel)
+        return [str(each.message) for each in given if each.category is ReplicaDriftWarning]
+
+    model[1].running_mean += rank  # differs by nature
+    assert written() == []
+    with torch.no_grad():
+        model[0].weight[3, 5] = adam.state[model[0].bias]["exp_avg"][1] = rank + 1
+    texts = written()
+    assert len(texts) == (size > 1)
+    for text in texts:
+        others = "rank 1" if size == 2 else f"ranks 1-{size - 1}"
+        assert f"'model/0.weight' on {others}, 'adam/state/1/exp_avg' on {others}." in text
+        assert "DistributedDataParallel" in text
+    with h5py.File(path) as file:
+        assert file["variables/model/0.weight"][3, 5] == 1
+        assert np.abs(file["variables/model/1.running_mean"][()]).max() < 1
+    if size > 1:
+        with pytest.raises(ReplicaDriftError, match="0.weight"), strategy.scope():
+            checkpoint.write(path, drift="raise")
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -199,3 +237,58 @@ def test_state_without_a_scope_beside_several_strategies_is_compared(strategy, r
     second = ms.MPIStrategy(device="cpu")
     assert save_states(rank, mpi_tmp_path) == ["differs", "declared"]
     second.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_bytes_of_long_doubles_that_hold_no_value_are_not_compared(strategy, rank, mpi_tmp_path):
+    state = np.frombuffer(bytes([rank + 1]) * 32, np.longdouble).copy()
+    state[...] = 1.5
+
+    class Box:
+        def state_dict(self):
+            return {"state": state}
+
+        def load_state_dict(self, _):
+            pass
+
+    with strategy.scope():
+        ms.Checkpoint(box=Box()).write(mpi_tmp_path / "run.h5")
+
+
+SAVE = """
+import warnings
+import numpy as np
+import mpistrat as ms
+
+with warnings.catch_warnings(record=True) as given:
+    warnings.simplefilter("always")
+    ms.Checkpoint(state=np.random.default_rng(1)).write("run.h5")
+print([f"{each.category.__name__}: {each.message}" for each in given])
+"""
+
+
+@pytest.mark.launches
+@pytest.mark.parametrize(
+    ("launcher", "variables"),
+    [
+        ("torchrun", {"WORLD_SIZE": "3", "RANK": "%d"}),
+        ("srun", {"SLURM_STEP_ID": "0", "SLURM_PROCID": "%d", "SLURM_STEP_NUM_TASKS": "3"}),
+    ],
+)
+@pytest.mark.parametrize("task", [0, 2])
+def test_a_process_without_a_connection_warns_of_its_save(tmp_path, launcher, variables, task):
+    given = {name: text.replace("%d", str(task)) for name, text in variables.items()}
+    done = subprocess.run(
+        [sys.executable, "-c", SAVE],
+        env=without_launcher() | given,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    if task == 0:
+        assert done.stdout == "[]\n"
+    else:
+        assert "ScopeWarning: <string>:8: Checkpoint.write saves" in done.stdout
+        assert f"process {task} of 3 that {launcher} started" in done.stdout

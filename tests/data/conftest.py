@@ -33,6 +33,9 @@ class Group:
     size: int
     is_elastic = False
 
+    def as_unit(self, what, function):
+        return function()
+
     def agree(self, *details):
         """Agree with nobody."""
 

@@ -11,7 +11,7 @@ import pytest
 from mpi4py import MPI
 
 import mpistrat as ms
-from mpistrat.errors import LaunchError, ReplicaLostError
+from mpistrat.errors import CollectiveError, LaunchError, ReplicaLostError
 from mpistrat.failures.process_state import process
 from mpistrat.strategies.elastic import extended
 from mpistrat.strategies.elastic import job as elastic_job
@@ -277,9 +277,43 @@ def test_a_function_that_returns_another_data_set(job):
     ids = strategy.extended.local_replica_ids
     job.repeated = lambda number: number == 3
     strategy.barrier()
-    if not set(strategy.extended.local_replica_ids) <= set(ids):
-        with pytest.raises(ms.errors.DataError, match="the same InputContext"):
+    if strategy.size == 1:
+        next(batches)
+        return
+    is_whole = set(strategy.extended.local_replica_ids) <= set(ids)
+    with pytest.raises((ms.errors.DataError, CollectiveError), match="the same InputContext"):
+        if not is_whole:
             next(batches)
+        strategy.barrier()
+
+
+@pytest.mark.parametrize("number", [1, 4, 6])
+@pytest.mark.parametrize("options", [{}, {"elastic": True}])
+def test_an_error_in_a_batch_reaches_all_ranks(job, options, number):
+    # No rank does a collective in the loop, and none may end it without an error.
+    def stumble(x):
+        if x == number:
+            raise KeyError("bad one")
+        return x
+
+    strategy = make(**options)
+    data = ms.data.Dataset.range(7).map(stumble).batch(2)
+    batches = strategy.experimental_distribute_dataset(data)
+    job.repeated = lambda number: True
+    with pytest.raises((KeyError, CollectiveError), match="bad one"):
+        for _ in batches:
+            pass
+    assert job.generations == 0  # a unit with an error of the program is not repeated
+    strategy.close()
+
+
+def test_the_end_of_a_pass_may_be_repeated(job):
+    strategy = make(elastic=True)
+    batches = strategy.experimental_distribute_dataset(ms.data.Dataset.range(7).batch(2))
+    job.repeated = lambda number: True
+    for generation in range(1, 4):
+        assert len(list(batches)) == 4
+        assert job.generations == generation
 
 
 def test_shares_move_and_are_asked_for(job):

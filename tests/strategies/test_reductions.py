@@ -82,6 +82,27 @@ def test_update(strategy, variable):
         strategy.extended.update(variable, add, [[ms.PerReplica(1)]], {"factor": 1})
 
 
+@pytest.mark.parametrize("position", ["args", "kwargs"])
+def test_plain_values_of_an_update_are_compared(strategy, variable, rank, size, position):
+    def update(value):
+        given = {"args": ([value],)} if position == "args" else {"kwargs": {"x": [value]}}
+        strategy.extended.update(variable, lambda v, x: v.assign(x[0] + v.numpy() * 0), **given)
+
+    update(np.arange(2.0))
+    update(3)
+    if size > 1:
+        with pytest.raises(ms.errors.CollectiveMismatchError, match=r"update of(?s:.)*broadcast"):
+            update(np.full(2, rank))
+    np.testing.assert_array_equal(variable.values[0], [3, 3])
+
+
+def test_an_update_of_what_differs_by_nature_takes_any_values(strategy, rank):
+    with strategy.scope():
+        own = ms.Variable(0.0, synchronization=ms.VariableSynchronization.ON_READ)
+    strategy.extended.update(own, lambda v, x: v.assign(x), args=(float(rank),))
+    assert own.values[0] == rank
+
+
 def test_variables_of_another_strategy_are_refused(strategy, variable, size):
     other = ms.MPIStrategy()
     with pytest.raises(ms.errors.ContextError, match="mixed"):

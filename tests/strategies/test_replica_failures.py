@@ -49,6 +49,41 @@ def test_an_error_of_all_leaves_run_unchanged(replicas):
     check_works(replicas)
 
 
+def all_to_all(replica, odd=-1):
+    return replica.all_to_all(np.zeros((12, 2 + (own() == odd))))
+
+
+AFTER = {
+    "all_reduce": lambda replica: replica.all_reduce("sum", np.ones(3)),
+    "all_gather": lambda replica: replica.all_gather(np.ones(3), 0),
+    "all_gather_object": lambda replica: replica.all_gather_object(own()),
+    "all_to_all": all_to_all,
+    "broadcast": lambda replica: replica.broadcast(np.ones(3)),
+}
+
+
+@pytest.mark.parametrize("name", AFTER)
+def test_an_error_of_all_after_a_collective(replicas, name):
+    def fn():
+        AFTER[name](ms.get_replica_context())
+        raise KeyError("mine")
+
+    for _ in range(2):
+        with pytest.raises(KeyError):
+            replicas.run(fn)
+    check_works(replicas)
+
+
+def test_shapes_that_do_not_fit_are_refused_by_their_public_name(replicas, num):
+    for _ in range(2):
+        with pytest.raises(ms.errors.CollectiveMismatchError, match="concat_axis 0") as caught:
+            replicas.run(lambda: all_to_all(ms.get_replica_context(), odd=num - 1))
+        assert isinstance(caught.value, ValueError)
+        assert type(caught.value).__name__ in ms.errors.__all__
+        assert f"replica {num - 1}: (12, 3)" in str(caught.value)
+    check_works(replicas)
+
+
 @pytest.mark.parametrize("who", ["first", "last"])
 def test_others_never_begin_or_are_unwound(replicas, ids, who):
     guilty = ids[0] if who == "first" else ids[-1]

@@ -27,20 +27,21 @@ class ElasticDataset(ReplicatedDataset):
             zip(group.ids, (each._rank_dataset for each in of_replicas), strict=True)
         )
         """By replica, of all that this rank has had."""
-        super().__init__(of_replicas, group.each, group.per_replica, own_of)
+        super().__init__(of_replicas, group.each, group.per_replica, own_of, group.ranks)
 
     def _part(self, replica: int) -> DistributedDataset:
         if replica not in self._parts:
             of_any: Any = self._rank_dataset
             self._parts[replica] = of_any.of_replica(replica)
-        return DistributedDataset(self._parts[replica], self._device, self._collectives)
+        member = self._group.member(replica)
+        return DistributedDataset(self._parts[replica], self._device, member)
 
-    def _elements(self, pass_number: int, start: int) -> Generator[Any, None, None]:
+    def _own_elements(self, pass_number: int, start: int) -> Generator[Any, None, None]:
         """Yield the elements of a pass, each array as a `PerReplica` of all replicas here."""
         number = start
         while True:
             ids = self._group.ids
-            parts = [self._part(each)._elements(pass_number, number) for each in ids]
+            parts = [self._part(each)._own_elements(pass_number, number) for each in ids]
             with contextlib.ExitStack() as stack:
                 for part in parts:
                     stack.enter_context(contextlib.closing(part))
@@ -56,7 +57,7 @@ class ElasticDataset(ReplicatedDataset):
         """Return the joined `elements`, which know their place in the data set."""
 
         def read(replica: int) -> list[Any]:
-            part = self._part(replica)._elements(pass_number, number)
+            part = self._part(replica)._own_elements(pass_number, number)
             with contextlib.closing(part):
                 return [local_component(each) for each in nests.flatten(next(part))[0]]
 
