@@ -90,7 +90,9 @@ class ufunc:  # noqa: N801
 
     def _check(self, host):
         # A dtype of which no loop takes it, not even as a wider one.
-        takes = {loop.partition("->")[0][0] for loop in self.types} - {"E"}  # bfloat16, with ml_dtypes
+        takes = {loop.partition("->")[0][0] for loop in self.types} - {
+            "E"
+        }  # bfloat16, with ml_dtypes
         for dtype in _dtypes_of(host):
             if dtype.name == "bfloat16" or not any(np.can_cast(dtype, char) for char in takes):
                 raise TypeError(f"Wrong type ({dtype}) of arguments for cupy_{self.name}")
