@@ -77,6 +77,7 @@ def test_sums_are_those_of_rounded_values_and_rounded_once(strategy, rank, size,
     assert np.concatenate(packed).tolist() == expected.tolist()
 
 
+@pytest.mark.host_memory
 def test_bytes_are_halved_both_ways(strategy, calls, wire):
     if strategy.num_replicas_in_sync == 1:
         pytest.skip("nothing moves")
