@@ -33,7 +33,7 @@ test-%: export OMPI_MCA_mpi_yield_when_idle := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help house train test test-serial test-quick test-full test-off test-launch test-slow test-slurm lint types bench scaling wheels docs clean pictures site-check gpu-report gpu-wheels test-standin test-cupy
+.PHONY: help house train test test-serial test-quick test-full test-off test-launch test-slow test-slurm lint types bench scaling wheels docs clean pictures site-check gpu-report gpu-wheels test-standin test-devices test-cupy
 
 help:  ## print this list
 	@echo "make TARGET [MPI=mpich|openmpi] [RANKS=2] [ARGS=...]"
@@ -107,6 +107,13 @@ gpu-wheels: $(VENV)/.test  ## collect in .whl what gpu-report needs on a machine
 test-standin: $(VENV)/.test  ## run what works on devices with a strict stand-in for CuPy, on RANKS ranks
 	PYTHONPATH=tests/standin FAKE_CUPY_GPUS=$(or $(GPUS),$(RANKS)) MPISTRAT_SHARE_GPUS=on \
 	  $(LAUNCH) -n $(RANKS) --limit 600 -- -m pytest --with-mpi -q -p no:cacheprovider tests/gpu tests/comm/test_gpu_reducers.py $(ARGS)
+
+# The suites that depend on no device, with strategies on devices.
+DEVICE_SUITES := $(addprefix tests/,optimizers variables metrics layers collectives data checkpoint strategies testing/test_conformance.py test_values.py)
+
+test-devices: $(VENV)/.test  ## run the suites of all devices with the stand-in for CuPy, on RANKS ranks
+	PYTHONPATH=tests/standin FAKE_CUPY_GPUS=$(or $(GPUS),$(RANKS)) MPISTRAT_SHARE_GPUS=on \
+	  $(LAUNCH) -n $(RANKS) --limit 600 -- -m pytest --with-mpi -q -p no:cacheprovider --device=gpu -m "not thorough" $(DEVICE_SUITES) $(ARGS)
 
 test-cupy: .venv-cupy/.cupy  ## check names and kernels against the real CuPy, without a GPU
 	.venv-cupy/bin/python -m pytest -q --with-mpi tests/gpu/test_real_cupy.py $(ARGS)

@@ -50,6 +50,7 @@ __all__ = [
     "place",
     "span_of",
     "synchronize",
+    "taken",
 ]
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -281,6 +282,19 @@ def place(array: Any, device: Device) -> Array:
         array = device.namespace().asarray(array)
     on_gpu: Array = array
     return on_gpu
+
+
+def taken(array: Any, index: Any) -> Any:
+    """Return ``array[index]``, also where one is on the host and the other on a device."""
+    if isinstance(index, tuple):
+        return array[tuple(_index_for(array, each) for each in index)]
+    return array[_index_for(array, index)]
+
+
+def _index_for(array: Any, index: Any) -> Any:
+    if not isinstance(index, np.ndarray) and is_on_host(index):
+        return index
+    return host_view(index) if is_on_host(array) else namespace_of(array).asarray(index)
 
 
 def synchronize(array: Any) -> None:

@@ -14,6 +14,7 @@ from hypothesis import settings
 
 from mpistrat.settings import settings as mpistrat_settings
 from mpistrat.testing.launch import rank_and_size
+from tests import devices
 from tests.helpers import CountingTransport, outside_mpiexec
 
 collect_ignore = outside_mpiexec(
@@ -47,11 +48,17 @@ settings.load_profile("suite")
 
 _WORLD = rank_and_size()
 _STARTS_RANKS = ("launches", "slurm")
+_ABOUT_HOSTS = pytest.StashKey[int]()
 _speech = io.StringIO()
+
+
+def pytest_addoption(parser):
+    parser.addoption("--device", choices=("cpu", "gpu"), default="cpu", help="of the strategies")
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config):
+    devices.choose(config.option.device)
     if _WORLD is not None and _WORLD[0] > 0:
         reporter = config.pluginmanager.getplugin("terminalreporter")
         if reporter is not None:
@@ -65,11 +72,35 @@ def pytest_collection_modifyitems(config, items):
         _narrow_quick(item)
         if is_slow and item.get_closest_marker("fast") is not None:
             item.add_marker(pytest.mark.skip(reason="counts what the fast paths save"))
+    if config.option.device != "cpu":
+        _keep_those_on_devices(config, items)
     if _WORLD is None:
         return
     inside = [item for item in items if not any(map(item.get_closest_marker, _STARTS_RANKS))]
     config.hook.pytest_deselected(items=[item for item in items if item not in inside])
     items[:] = inside
+
+
+def _keep_those_on_devices(config, items):
+    """Leave out the tests of host memory, and those that count messages between hosts."""
+    about_hosts = [
+        item
+        for item in items
+        if item.get_closest_marker("host_memory") or "counts" in item.fixturenames
+    ]
+    config.hook.pytest_deselected(items=about_hosts)
+    items[:] = [item for item in items if item not in about_hosts]
+    config.stash[_ABOUT_HOSTS] = len(about_hosts)
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if config.option.device == "cpu":
+        return
+    passed = terminalreporter.stats.get("passed", [])
+    terminalreporter.write_line(
+        f"{len(passed)} tests have passed with strategies on devices, and "
+        f"{config.stash[_ABOUT_HOSTS]} about host memory were left out"
+    )
 
 
 def _narrow_quick(item):
@@ -104,7 +135,7 @@ def strategy():
     """A strategy over all ranks; a fresh channel where the test before ended in disagreement."""
     import mpistrat as ms  # not before pytest has decided what to run
 
-    return ms.MPIStrategy(device="cpu")
+    return ms.MPIStrategy(device=devices.kind())
 
 
 @pytest.fixture

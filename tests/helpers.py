@@ -8,6 +8,7 @@ import threading
 import numpy as np
 
 from mpistrat.testing.launch import rank_and_size
+from tests import devices
 
 _WORLD = rank_and_size()
 
@@ -56,7 +57,7 @@ def filenames(caught):
 
 
 def as_bytes(array):
-    return np.asarray(array).tobytes()
+    return np.asarray(devices.on_host(array)).tobytes()
 
 
 def result_of(strategy, fn):

@@ -13,6 +13,7 @@ from mpistrat.arrays import Array, Device, address_of, on_device_of
 from mpistrat.comm.ops import MOVES_AS, divide
 from mpistrat.comm.packing import Message
 from mpistrat.cuda_api import Stream, nccl_library
+from mpistrat.errors import CollectiveTimeoutError
 from mpistrat.options import ReduceOp
 
 if TYPE_CHECKING:
@@ -34,6 +35,9 @@ class Link(Protocol):
 
     def waits_since(self) -> float | None:
         """Return when the oldest reduction that has not ended was begun, by the monotonic clock."""
+
+    def abort(self, error: CollectiveTimeoutError) -> None:
+        """End all reductions, with anything as result; those that follow raise `error`."""
 
     def all_reduce(self, op: ReduceOp, source: Array, target: Array) -> Callable[[], object]:
         """Begin to write the reduction of `source` to `target`, which may be the same array."""
@@ -90,6 +94,7 @@ class NcclLink:
         with device.current():
             self._stream = Stream.new()
         self._under_way: list[tuple[Any, float, Array, Array]] = []
+        self._failure: CollectiveTimeoutError | None = None
 
     def waits_since(self) -> float | None:
         """Return when the oldest reduction that has not ended was begun. Called by any thread."""
@@ -97,6 +102,13 @@ class NcclLink:
             if not done.done:
                 return began_s
         return None
+
+    def abort(self, error: CollectiveTimeoutError) -> None:
+        """End all reductions, with anything as result; those that follow raise `error`."""
+        # Called by a thread that is not the program's.
+        self._failure = error
+        with self._device.current():
+            self._communicator.abort()
 
     def all_reduce(self, op: ReduceOp, source: Array, target: Array) -> Callable[[], object]:
         """Begin to reduce `source` into `target`. **Collective**."""
@@ -109,6 +121,7 @@ class NcclLink:
     def _queue(
         self, function: Any, op: ReduceOp, source: Array, target: Array, *root: int
     ) -> Callable[[], object]:
+        self._check()
         library, stream = self._library, self._stream
         dtype = getattr(library, f"NCCL_{source.dtype.name.upper()}")
         with self._device.current():
@@ -123,10 +136,15 @@ class NcclLink:
         self._under_way.append((done, time.monotonic(), source, target))
 
         def end() -> None:
+            self._check()
             with self._device.current():
                 Stream.current().wait_event(done)
 
         return end
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
 
 
 class NcclReducer:

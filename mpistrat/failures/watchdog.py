@@ -3,11 +3,13 @@
 Ranks that have agreed wait for each other's data without a limit, inside the MPI library, in shared
 memory or on a device, where nothing can be raised. That may rightly take long. After the time limit
 of an agreement the watchdog asks the other ranks, and ends the job if one is suspended or does not
-answer.
+answer. If a device waits, it aborts the collectives of the device, and the error is raised in the
+thread of the program that waits for them.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import threading
 import time
@@ -20,10 +22,12 @@ from mpistrat.errors import CollectiveTimeoutError
 from mpistrat.failures import logs
 from mpistrat.failures.flight_dumps import on_channel_failure
 from mpistrat.system.callsite import site_of_thread
+from mpistrat.system.threads import raise_in_thread
 
 __all__ = ["start_watchdog", "stop_watchdog", "watch_device"]
 
 _LONGEST_TICK_S = 5.0
+_STANDARD_ERROR = 2
 _TICKS = 4
 """How often to look within the time limit."""
 
@@ -33,6 +37,9 @@ class DeviceWork(Protocol):
 
     def waits_since(self) -> float | None:
         """Return when the oldest of them was begun, by the monotonic clock; ``None`` if none."""
+
+    def abort(self, error: CollectiveTimeoutError) -> None:
+        """End all that have begun, with anything as result; those that follow raise `error`."""
 
 
 @dataclass
@@ -48,14 +55,19 @@ class _Watched:
     def look(self) -> None:
         """End the job if the same data has been awaited for longer than the limit."""
         number, now = self.channel.ledger.sequence, time.monotonic()
-        if self._device_waits():
-            _end_if_stopped(self.channel, self.limit_s, self._device_waits)
+        if self.device is not None and self._device_waits():
+            error = _error_if_stopped(self.channel, self.limit_s, self._device_waits)
+            if error is not None:
+                _abort(self.channel, self.device, error, self.limit_s)
+                self.device = None
         if not self.channel.is_moving_data():
             self.number = -1
         elif self.number != number:
             self.number, self.since_s = number, now
         elif now - self.since_s > self.limit_s:
-            _end_if_stopped(self.channel, self.limit_s, self.channel.is_moving_data)
+            error = _error_if_stopped(self.channel, self.limit_s, self.channel.is_moving_data)
+            if error is not None:
+                _end(error)
 
     def _device_waits(self) -> bool:
         """Return whether the device has waited for other devices for longer than the limit."""
@@ -104,20 +116,42 @@ def _watch() -> None:
             each.look()
 
 
-def _end_if_stopped(channel: Channel, limit_s: float, waits: Callable[[], bool]) -> None:
-    """End this process if the data that it awaits will never arrive."""
+def _error_if_stopped(
+    channel: Channel, limit_s: float, waits: Callable[[], bool]
+) -> CollectiveTimeoutError | None:
+    """Return the error of data that will never arrive, ``None`` if it may."""
     if channel.peers is None:
-        return
+        return None
     table = channel.peers.describe_lost()
     if not table:
-        return
+        return None
     channel.peers.wait_for_work()  # rank 0 may be finishing a file
     if not waits():
-        return
+        return None
     site = site_of_thread(channel.thread)
     error = CollectiveTimeoutError(
         f"The data awaited at {site} did not come in {limit_s:g} s:\n{table}"
     )
     on_channel_failure(error)
+    return error
+
+
+def _abort(
+    channel: Channel, device: DeviceWork, error: CollectiveTimeoutError, limit_s: float
+) -> None:
+    """Raise `error` where the program waits for `device`, or end this process within the limit."""
+    # The wait must not end before the exception is on its way: the result is wrong.
+    is_raised = raise_in_thread(channel.thread, error)
+    # CuPy aborts NCCL while it holds the interpreter's lock, and NCCL may wait in there for ranks
+    # that are gone. Only a timer in C ends the process then, with the stacks as its last words.
+    faulthandler.dump_traceback_later(limit_s, exit=True, file=_STANDARD_ERROR)
+    device.abort(error)
+    faulthandler.cancel_dump_traceback_later()
+    if not is_raised.wait(limit_s):
+        _end(error)
+
+
+def _end(error: CollectiveTimeoutError) -> None:
+    """End this process, which cannot raise `error`."""
     logs.print_last(f"CollectiveTimeoutError: {error}")
     os._exit(1)

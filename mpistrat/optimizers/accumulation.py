@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from mpistrat import context
-from mpistrat.arrays import namespace_of, place
+from mpistrat.arrays import host_view, place
 from mpistrat.optimizers.gradients import (
     check_gradients,
     check_owners,
@@ -32,6 +32,7 @@ from mpistrat.trackable import Trackable
 from mpistrat.values import IndexedSlices
 from mpistrat.variables import Variable
 from mpistrat.variables.initial import InitialValue
+from mpistrat.variables.scatter import ADD_ROWS
 
 __all__ = ["GradientAccumulator"]
 
@@ -251,8 +252,9 @@ class GradientAccumulator(Trackable):
     def _add_one(self, gradient: Any, total: Variable) -> None:
         device, storage = self._owner.extended.device, total._storage
         if isinstance(gradient, IndexedSlices):
-            rows, indices = place(gradient.values, device), place(gradient.indices, device)
-            namespace_of(storage).add.at(storage, indices, rows)
+            # Not by CuPy's add.at, which adds in no order and lacks some dtypes.
+            rows = place(gradient.values, device)
+            ADD_ROWS.apply(storage, IndexedSlices(rows, host_view(gradient.indices)))
         else:
             storage += place(gradient, device)
 

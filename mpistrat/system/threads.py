@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import ctypes
 import gc
 import os
 import queue
@@ -12,7 +13,7 @@ import time
 from collections.abc import Callable, Generator
 from typing import Any
 
-__all__ = ["Background", "call_later", "clean_up", "in_background"]
+__all__ = ["Background", "call_later", "clean_up", "in_background", "raise_in_thread"]
 
 
 class Background:
@@ -194,3 +195,19 @@ def call_later(delay_s: float, do: Callable[[], None]) -> None:
     except RuntimeError:  # the interpreter ends, and starts no more threads
         time.sleep(delay_s)
         do()
+
+
+def raise_in_thread(thread: int, error: BaseException) -> threading.Event:
+    """Raise `error` in a thread, by its identifier, once it runs Python; the event says it has."""
+    # CPython takes no exception, but a class, of which it makes one in that thread.
+    is_raised = threading.Event()
+    kind = type(error)
+
+    def create(self: BaseException) -> None:
+        kind.__init__(self, *error.args)
+        is_raised.set()
+
+    names = {"__init__": create, "__module__": kind.__module__, "__doc__": kind.__doc__}
+    created = type(kind.__name__, (kind,), names)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(created))
+    return is_raised

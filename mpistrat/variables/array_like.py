@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
-from mpistrat.arrays import Array, host_result, on_device
+from mpistrat.arrays import Array, host_result, on_device, taken
 from mpistrat.cuda_api import ForNumPy
 from mpistrat.system.text import html_table, readable_size, small_values
 
@@ -86,7 +86,7 @@ class ArrayLike(NDArrayOperatorsMixin, ABC):
         return getattr(ufunc, method)(*read, **kwargs)
 
     def __getitem__(self, index: Any) -> Any:
-        part = self.value()[index]
+        part = taken(self.value(), index)
         # A view would let a later write show through, and on a device be written to.
         return part.copy() if getattr(part, "base", None) is not None else part
 

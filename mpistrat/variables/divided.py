@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.arrays import Array, namespace_of
+from mpistrat.arrays import Array, namespace_of, taken
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.values import IndexedSlices
 from mpistrat.variables.routing import Partition
@@ -36,7 +36,7 @@ class DividedElements:
             return value.reshape(-1)[own.start : own.stop]
         indices, values = self.elements_of(value), value.values.reshape(-1)
         mine = (indices >= own.start) & (indices < own.stop)
-        return IndexedSlices(values[mine], indices[mine] - own.start)
+        return IndexedSlices(taken(values, mine), indices[mine] - own.start)
 
     def elements_of(self, slices: IndexedSlices) -> Array:
         """Return the numbers of the elements of the flat value that checked `slices` are."""

@@ -18,7 +18,7 @@ from mpistrat.options import VariableAggregation
 from mpistrat.values import DistributedValues, IndexedSlices
 from mpistrat.variables.writes import Target, Write, cast_to, check_arithmetic, on_host
 
-__all__ = ["SLICE_WRITES", "RowWrites", "SliceWrite", "split_into_rounds"]
+__all__ = ["ADD_ROWS", "SLICE_WRITES", "RowWrites", "SliceWrite", "split_into_rounds"]
 
 
 def split_into_rounds(rows: np.ndarray) -> tuple[np.ndarray, list[int]]:
@@ -194,7 +194,7 @@ def _replace(old: Array, new: Array) -> Array:
     return new
 
 
-_SCATTER_ADD: Write = SliceWrite("scatter_add", operator.add, is_arithmetic=True)
+ADD_ROWS: Write = SliceWrite("scatter_add", operator.add, is_arithmetic=True)
 _SCATTER_SUB: Write = SliceWrite("scatter_sub", operator.sub, is_arithmetic=True)
 _SCATTER_MUL: Write = SliceWrite("scatter_mul", operator.mul, is_arithmetic=True)
 _SCATTER_DIV: Write = SliceWrite("scatter_div", _divide, is_arithmetic=True)
@@ -204,7 +204,7 @@ _SCATTER_UPDATE: Write = SliceWrite("scatter_update", _replace)
 _BATCH_SCATTER_UPDATE: Write = SliceWrite("batch_scatter_update", _replace, is_batched=True)
 
 SLICE_WRITES = (
-    *(_SCATTER_ADD, _SCATTER_SUB, _SCATTER_MUL, _SCATTER_DIV),
+    *(ADD_ROWS, _SCATTER_SUB, _SCATTER_MUL, _SCATTER_DIV),
     *(_SCATTER_MIN, _SCATTER_MAX, _SCATTER_UPDATE, _BATCH_SCATTER_UPDATE),
 )
 """All of them, in an order that does not change while a job runs."""
@@ -248,7 +248,7 @@ class RowWrites(ABC):
         NotImplementedError
             On a SyncOnRead variable.
         """
-        return self._write(_SCATTER_ADD, sparse_delta, read_value)
+        return self._write(ADD_ROWS, sparse_delta, read_value)
 
     def scatter_sub(self, sparse_delta: IndexedSlices, read_value: bool = True) -> Array | None:
         """Subtract rows in place. **Collective** or local as `scatter_add`, and like it."""

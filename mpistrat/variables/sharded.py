@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpistrat.arrays import Array, place
+from mpistrat.arrays import Array, place, taken
 from mpistrat.collectives.collectives import CollectiveCall
 from mpistrat.collectives.prepared import dtype_name
 from mpistrat.settings import settings
@@ -194,15 +194,14 @@ class ShardedVariable(SavedInPieces, WrittenTogether, kind="sharded"):
         given = index if isinstance(index, tuple) else (index,)
         rows = rows_named_by(given[0], len(self)) if given else None
         if rows is None:
-            return self.value()[index]
+            return taken(self.value(), index)
         numbers, first = rows
         with self._collectives.call("read of sharded variable", self.name) as call:
             if isinstance(numbers, IndexError):
                 raise numbers
             call.agree()
             found = fetch_rows(call, self._partition, self._storage, numbers)
-        index = (first, *given[1:])
-        part = place(found, self._target.device)[index]
+        part = place(taken(found, (first, *given[1:])), self._target.device)
         return part.copy() if getattr(part, "base", None) is not None else part
 
     def _written(self) -> ShardedVariable:
@@ -221,7 +220,8 @@ class ShardedVariable(SavedInPieces, WrittenTogether, kind="sharded"):
         size = self._places_in_row(value)
         indices = value.indices
         mine = (indices >= rows.start * size) & (indices < rows.stop * size)
-        return IndexedSlices(value.values[mine], indices[mine] - rows.start * size)
+        own = taken(value.values, mine)
+        return IndexedSlices(own, indices[mine] - rows.start * size)
 
     def _places_in_row(self, slices: IndexedSlices) -> int:
         """Return how many of the places that checked `slices` number a row has."""

@@ -6,6 +6,7 @@ import pytest
 
 import mpistrat as ms
 from mpistrat.cli import main
+from tests.devices import assert_allclose
 from tests.tree_reduction import expected_reduction, values_of
 
 ON_READ = ms.VariableSynchronization.ON_READ
@@ -111,12 +112,12 @@ def test_variables_made_after_the_restore_get_their_components(num, rank, size, 
             assert [each.tobytes() for each in again.values] == expected
         else:  # the aggregate, in equal parts
             assert len({each.tobytes() for each in again.values}) == 1
-        np.testing.assert_allclose(again.numpy(), expected_reduction("sum", rows), rtol=1e-5)
+        assert_allclose(again.numpy(), expected_reduction("sum", rows), rtol=1e-5)
     with replicas.scope():  # a variable of another kind takes the aggregate
         late = ms.Checkpoint()
         late.restore(path)
         late.inner = {"total": ms.Variable(np.zeros(3, "f4"))}
-    np.testing.assert_allclose(late.inner["total"].numpy(), expected_reduction("sum", rows), 1e-6)
+    assert_allclose(late.inner["total"].numpy(), expected_reduction("sum", rows), 1e-6)
 
 
 def test_commands_know_the_components(rank, strategy, mpi_tmp_path, capsys):

@@ -10,6 +10,7 @@ import pytest
 
 import mpistrat as ms
 from mpistrat.checkpoint import exact_types
+from tests.devices import array_equal
 
 
 class Box:
@@ -85,7 +86,7 @@ def same(a, b):
     if type(a) is not type(b):
         return False
     if isinstance(a, np.ndarray):
-        return a.dtype == b.dtype and np.array_equal(a, b)
+        return a.dtype == b.dtype and array_equal(a, b)
     if isinstance(a, dict):
         pairs = zip(a.items(), b.items(), strict=True)
         return len(a) == len(b) and all(same(k, m) and same(v, w) for (k, v), (m, w) in pairs)

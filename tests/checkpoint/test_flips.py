@@ -59,6 +59,7 @@ RESTORE_EACH = textwrap.dedent(f"""
     import random, signal, sys
     import numpy as np
     import mpistrat as ms
+from tests.devices import array_equal
 
     folder, count = sys.argv[1], int(sys.argv[2])
     strategy = ms.MPIStrategy(device="cpu") if sys.argv[3] == "mpi" else ms.get_strategy()
@@ -85,7 +86,7 @@ RESTORE_EACH = textwrap.dedent(f"""
         states = [random_numbers, np.random.default_rng(number)]
         same = [each.bit_generator.state["state"] for each in states]
         return bool(
-            np.array_equal(kernel.numpy(), values(number)[0])
+            array_equal(kernel.numpy(), values(number)[0])
             and total.numpy() == number and same[0] == same[1]
         )
 

@@ -20,6 +20,7 @@ import mpistrat as ms
 from mpistrat.checkpoint.reader import open_checkpoint
 from mpistrat.testing import launch
 from tests import ROOT
+from tests.devices import array_equal
 
 NUM_KILLS = 100
 LENGTH = 80_000
@@ -79,7 +80,7 @@ def check_folder(folder, reported):
             reader.verify()
             values = [reader.read_variable(name) for name in NAMES]
             assert reader.header.step == step_of(path)
-        assert np.array_equal(values, np.full((2, LENGTH), step_of(path), np.float32))
+        assert array_equal(values, np.full((2, LENGTH), step_of(path), np.float32))
         newest = max(newest, step_of(path))
     assert newest >= reported, f"{folder} lost step {reported}: the newest is {newest}"
     return newest

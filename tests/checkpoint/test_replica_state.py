@@ -8,6 +8,7 @@ import pytest
 
 import mpistrat as ms
 from mpistrat.system.text import rank_list
+from tests.devices import array_equal
 
 pytestmark = pytest.mark.mpi
 
@@ -24,7 +25,7 @@ class History:
 
     def load_state_dict(self, state):
         self.rows, self.array = list(state["rows"]), state["array"]
-        assert np.array_equal(state["nested"][0]["copy"], self.array * 2)
+        assert array_equal(state["nested"][0]["copy"], self.array * 2)
 
 
 def needs_two(size):
@@ -121,8 +122,8 @@ def test_each_replica_gets_its_state_back(weight, mpi_tmp_path, rank, way):
     restored = {**make(), "history": History(range(rank))}
     restored["plain"].assign(np.zeros(2 + rank, np.int64))
     checkpoint(restored).restore(path).assert_consumed()
-    assert np.array_equal(restored["generator"].random(3), expected)
-    assert not np.array_equal(first, expected)
+    assert array_equal(restored["generator"].random(3), expected)
+    assert not array_equal(first, expected)
     assert restored["history"].rows == list(range(rank))
     assert restored["plain"].numpy().tolist() == [rank] * (2 + rank)
 
@@ -216,7 +217,7 @@ def test_reshard_may_divide_arrays_along_any_axis(weight, strategy, path, rank, 
     columns = Columns(np.zeros_like(table), rank, size)
     wrapped = ms.PerReplicaState(columns, reshard=join_and_cut)
     ms.Checkpoint(weight=weight, columns=wrapped).restore(path).assert_consumed()
-    assert np.array_equal(columns.part, Columns(table, rank, size).part)
+    assert array_equal(columns.part, Columns(table, rank, size).part)
 
 
 def test_a_reshard_of_another_length_is_refused(weight, strategy, path, rank, size):
@@ -265,11 +266,11 @@ def test_rng_is_a_function_of_key_and_replica(strategy, rank, size):
 
     own = strategy.run(draw, args=(7, 3)).values[0]
     sequence = np.random.SeedSequence((7, 3), spawn_key=(2**32 - 2, rank))
-    assert np.array_equal(own, np.random.Generator(np.random.PCG64(sequence)).random(4))
-    assert np.array_equal(own, strategy.run(draw, args=(7, 3)).values[0])
+    assert array_equal(own, np.random.Generator(np.random.PCG64(sequence)).random(4))
+    assert array_equal(own, strategy.run(draw, args=(7, 3)).values[0])
     everyone = strategy.gather(own[None], 0)
     assert len(np.unique(everyone)) == 4 * size
-    assert not np.array_equal(own, strategy.run(draw, args=(7, 4)).values[0])
+    assert not array_equal(own, strategy.run(draw, args=(7, 4)).values[0])
 
 
 @pytest.mark.parametrize(

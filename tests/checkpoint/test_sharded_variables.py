@@ -16,6 +16,7 @@ from mpistrat.errors import CheckpointCorruptError, CheckpointError
 from mpistrat.partitioners import FixedShardsPartitioner
 from mpistrat.testing import launch
 from mpistrat.variables.divided import BYTES_PER_PIECE
+from tests.devices import array_equal
 from tests.helpers import as_bytes
 
 LARGE = (BYTES_PER_PIECE // 64 + 1013, 32)
@@ -78,7 +79,7 @@ def test_any_number_of_parts_writes_and_reads_the_same_file(
         checkpoint.write(path, parallel=parallel)
         if rank == 0:
             with h5py.File(path) as file:
-                assert np.array_equal(file["variables/table"][()], whole)
+                assert array_equal(file["variables/table"][()], whole)
                 slot = file["variables/sgd/momentum/table"]
                 assert slot.shape == shape
                 assert slot[-1].tolist() == [1.0] * shape[1]
@@ -89,7 +90,7 @@ def test_any_number_of_parts_writes_and_reads_the_same_file(
             other, restored, target = make(reading, shape, zeros)
             target.restore(path).assert_consumed()
             own = other.row_range
-            assert np.array_equal(other.part, whole[own.start : own.stop])
+            assert array_equal(other.part, whole[own.start : own.stop])
             last = restored.slot(other, "momentum").lookup([shape[0] - 1])
             assert last.tolist() == [[1.0] * shape[1]]
             assert restored.iterations.numpy() == 1
@@ -105,7 +106,7 @@ def test_a_manager_saves_in_the_background(owners, shared_tmp_path):
     manager.wait()
     other, _, target = make(owners[0], LARGE, zeros)
     target.restore(path).assert_consumed()
-    assert np.array_equal(other.value()[:-1], rows_from(LARGE, (0, 0))[:-1])
+    assert array_equal(other.value()[:-1], rows_from(LARGE, (0, 0))[:-1])
 
 
 def test_the_program_goes_on_as_if_nothing_had_been_cut(owners, shared_tmp_path, rank):
@@ -138,8 +139,8 @@ def test_damage_changes_no_row(owners, shared_tmp_path, strategy, rank, place):
     other, _, target = make(owners[-1], LARGE, zeros)
     with pytest.raises(CheckpointCorruptError, match="table"):
         target.restore(path)
-    assert not np.asarray(other.part).any()
-    assert np.array_equal(table.part, rows_from(LARGE, (0, 0))[table.row_range])
+    assert not other.part.any()
+    assert array_equal(table.part, rows_from(LARGE, (0, 0))[table.row_range])
 
 
 PAGES = (3 * PAGE_BYTES // 16 + 1, 4)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
+from tests.devices import assert_allclose
 from tests.helpers import triangle
 from tests.test_gradients import values_of, weights_of
 
@@ -24,7 +25,7 @@ def test_all_reduce_gradient_is_the_pullback(strategy, rank, size, op):
         (nest["t"] * torch.tensor(weights[rank])).sum().backward()
         result = nest["t"].detach().numpy()
         expected = ms.gradients.all_reduce_pullback(op, values[rank], result, weights[rank])
-        np.testing.assert_allclose(tensor.grad.numpy(), expected, rtol=1e-12)
+        assert_allclose(tensor.grad.numpy(), expected, rtol=1e-12)
 
     strategy.run(fn)
 
@@ -115,7 +116,7 @@ def test_odd_tensors(strategy, size):
             lambda op=op: ms.get_replica_context().all_reduce(op, slices)
         ).values[0]
         assert reduced.indices.tolist() == [3] * size
-        np.testing.assert_allclose(reduced.values, expected)
+        assert_allclose(reduced.values, expected)
     assert strategy.reduce("sum", 1) == size
 
 

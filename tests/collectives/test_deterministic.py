@@ -12,6 +12,7 @@ from mpistrat.comm.packing import Message
 from mpistrat.comm.pool import Pool
 from mpistrat.comm.reducers import ReduceScatterReducer
 from mpistrat.comm.selection import choose_reducer
+from tests.devices import implementation
 from tests.helpers import as_bytes, result_of, triangle
 from tests.tree_reduction import expected_reduction, values_of
 
@@ -221,9 +222,7 @@ def test_what_moves_the_arrays_does_not_matter(all_reduce, rank, size, op, dtype
         length, odd = 50_001, np.array([np.nan, -np.nan, np.inf], dtype)
     value = values_of(rank, length, dtype)
     value[rank::7] = odd[rank % 3]
-    by_mpi = ms.CommunicationOptions(
-        deterministic=True, implementation=ms.CommunicationImplementation.MPI
-    )
+    by_mpi = ms.CommunicationOptions(deterministic=True, implementation=implementation("MPI"))
     expected = all_reduce(op, value, by_mpi)
     for part in (slice(None), slice(0, 300), slice(17, 18)):
         assert as_bytes(all_reduce(op, value[part])) == as_bytes(expected[part])

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
+from tests.devices import array_equal
 from tests.helpers import result_of
 
 SIZES = [0, 1, 7, 4_000, 20_000, 300_000, 2_500_000]
@@ -34,7 +35,7 @@ def test_a_result_in_place(strategy, rank, size, length, op):
         value = of_rank(rank, length)
         result = all_reduce(strategy, op, value, out=value)
         assert result is value
-        assert np.array_equal(value, expected)
+        assert array_equal(value, expected)
 
 
 @pytest.mark.parametrize("length", SIZES)
@@ -43,8 +44,8 @@ def test_a_result_elsewhere(strategy, rank, size, length):
     for _ in range(REPEATS):
         out[...] = -1
         assert all_reduce(strategy, ms.ReduceOp.SUM, value, out=out) is out
-        assert np.array_equal(out, summed(size, length))
-        assert np.array_equal(value, of_rank(rank, length))
+        assert array_equal(out, summed(size, length))
+        assert array_equal(value, of_rank(rank, length))
 
 
 @pytest.mark.parametrize("length", [10, 20_000, 300_000])
@@ -55,14 +56,14 @@ def test_memory_that_overlaps(strategy, rank, size, length, shift):
         value, out = (memory[3:], memory[:-3]) if shift < 0 else (memory[:-3], memory[3:])
         value[...] = of_rank(rank, length)
         all_reduce(strategy, "sum", value, out=out)
-        assert np.array_equal(out, summed(size, length))
+        assert array_equal(out, summed(size, length))
 
 
 def test_arrays_of_a_nest_may_swap(strategy, rank, size):
     first, second = of_rank(rank, 200_000), of_rank(rank + 1, 200_000)
     all_reduce(strategy, "sum", [first, second], out=[second, first])
-    assert np.array_equal(second, summed(size, 200_000))
-    assert np.array_equal(first, summed(size, 200_000) + size)
+    assert array_equal(second, summed(size, 200_000))
+    assert array_equal(first, summed(size, 200_000) + size)
 
 
 @pytest.mark.parametrize("dtype", ["i4", "f8", "c8", ">f8", "f2"])
@@ -71,8 +72,8 @@ def test_nests_strides_and_dtypes(strategy, rank, size, dtype):
     columns = np.zeros((2, 6), dtype)[:, ::2]
     out = {"a": columns, "b": [np.zeros(30_000, dtype)]}
     assert all_reduce(strategy, "sum", nest, out=out) is out
-    assert np.array_equal(columns, summed(size, 6, dtype).reshape(2, 3))
-    assert np.array_equal(out["b"][0], summed(size, 30_000, dtype))
+    assert array_equal(columns, summed(size, 6, dtype).reshape(2, 3))
+    assert array_equal(out["b"][0], summed(size, 30_000, dtype))
 
 
 def test_the_mean_of_integers_goes_to_floats(strategy, rank, size):
@@ -89,7 +90,7 @@ def test_ranks_may_differ_in_it(strategy, rank, size):
         for _ in range(REPEATS):
             value = of_rank(rank, length)
             result = all_reduce(strategy, "sum", value, out=None if rank == 0 else value)
-            assert np.array_equal(result, summed(size, length))
+            assert array_equal(result, summed(size, length))
 
 
 def read_only():

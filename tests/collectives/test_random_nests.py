@@ -1,15 +1,15 @@
 """Random nests of arrays of any dtype, shape and layout against NumPy, in every way to reduce."""
 
-import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import mpistrat as ms
 from mpistrat import nests
+from tests.devices import assert_array_equal, implementation
 from tests.helpers import result_of
 from tests.random_arrays import OPS, assert_own, expected_of, specs
 
-IMPLEMENTATIONS = [ms.CommunicationImplementation[name] for name in ("AUTO", "MPI", "SHARED")]
+IMPLEMENTATIONS = [implementation(name) for name in ("AUTO", "MPI", "SHARED")]
 
 
 def nests_of(leaves):
@@ -74,7 +74,7 @@ def test_a_nest_is_reduced_leaf_by_leaf(strategy, rank, size, call):
     for number, reduced in enumerate(results):
         expected = expected_of(op, [row[number] for row in rows])
         assert (reduced.dtype, reduced.shape) == (expected.dtype, expected.shape)
-        np.testing.assert_array_equal(reduced, expected)
+        assert_array_equal(reduced, expected)
         if when != "later":
-            np.testing.assert_array_equal(inputs[number], rows[rank][number])
+            assert_array_equal(inputs[number], rows[rank][number])
     assert_own(results, inputs)

@@ -7,6 +7,7 @@ import pytest
 from ml_dtypes import bfloat16
 
 import mpistrat as ms
+from tests.devices import implementation
 from tests.helpers import result_of
 
 pytestmark = pytest.mark.fast
@@ -15,7 +16,7 @@ KIB = 1024
 SHAPES = [(400_000,), (10,), (), (300, 700), (3_000,), (100_000,)]
 WAYS = {
     "auto": ms.CommunicationOptions(),
-    "mpi": ms.CommunicationOptions(implementation=ms.CommunicationImplementation.MPI),
+    "mpi": ms.CommunicationOptions(implementation=implementation("MPI")),
     "small packs": ms.CommunicationOptions(bytes_per_pack=1000),
 }
 
@@ -48,6 +49,7 @@ def fresh_bytes(step, num_steps=1):
         *(pytest.param(dtype, marks=pytest.mark.thorough) for dtype in ("i2", "f2")),
     ],
 )
+@pytest.mark.host_memory
 def test_the_second_step_allocates_nothing_large(strategy, way, dtype, is_one):
     given = arrays(dtype)[:1] if is_one else arrays(dtype)
     value = given[0] if is_one else given
@@ -119,6 +121,7 @@ def test_a_part_of_a_result_keeps_its_numbers(strategy, rank, size):
 
 
 @pytest.mark.parametrize("make", [lambda: ms.optimizers.SGD(0.1, momentum=0.9), ms.optimizers.Adam])
+@pytest.mark.host_memory
 def test_the_third_step_of_training_allocates_nothing_large(strategy, make):
     gradients = arrays("f4")
     with strategy.scope():

@@ -6,6 +6,7 @@ import pytest
 import mpistrat as ms
 from mpistrat.collectives import repeated
 from mpistrat.testing import launch
+from tests.devices import assert_array_equal
 from tests.helpers import result_of
 
 
@@ -23,8 +24,8 @@ def test_every_call_gives_the_sum(strategy, rank, size, length, dtype):
     for _ in range(3):
         found = all_reduce(strategy, array)
         assert found.dtype == expected.dtype
-        np.testing.assert_array_equal(found, expected)
-        np.testing.assert_array_equal(array, np.full(length, rank + 1, dtype))
+        assert_array_equal(found, expected)
+        assert_array_equal(array, np.full(length, rank + 1, dtype))
 
 
 @pytest.mark.parametrize("shape", [(), (2, 3), (1, 0, 4)])
@@ -32,7 +33,7 @@ def test_shapes_stay(strategy, size, shape):
     for _ in range(3):
         found = all_reduce(strategy, np.ones(shape))
         assert np.shape(found) == shape
-        np.testing.assert_array_equal(found, np.full(shape, size))
+        assert_array_equal(found, np.full(shape, size))
 
 
 @pytest.mark.fast
@@ -48,7 +49,7 @@ def test_an_interruption_before_the_call_is_that_error_and_leaves_it_usable(
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt, match="now"):
         patch.setattr(repeated._logger, "isEnabledFor", interrupted)
         all_reduce(strategy, array)
-    np.testing.assert_array_equal(all_reduce(strategy, array), np.full(5, size))
+    assert_array_equal(all_reduce(strategy, array), np.full(5, size))
 
 
 LATE = """

@@ -8,6 +8,7 @@ import pytest
 import mpistrat as ms
 from mpistrat.errors import CollectiveMismatchError
 from mpistrat.system.text import rank_list
+from tests.devices import assert_allclose, assert_array_equal
 from tests.helpers import as_bytes
 from tests.random_arrays import DTYPES as DTYPES_OF_ALL
 from tests.random_arrays import can_reduce
@@ -39,7 +40,7 @@ def test_reduce_scatter_gives_each_its_part_of_the_sum(strategy, rank, size, op,
     everyone = [of_rank(each, shape) for each in range(size)]
     found = run(strategy, lambda ctx: ctx.reduce_scatter(op, everyone[rank], axis))
     total = np.mean(everyone, 0) if op == "mean" else OPS[op].reduce(everyone)
-    np.testing.assert_allclose(found, parts(total, size, axis)[rank])
+    assert_allclose(found, parts(total, size, axis)[rank])
     assert found.flags.writeable
 
 
@@ -78,13 +79,13 @@ def test_all_to_all_turns_parts_around(strategy, rank, size, split, concat):
     everyone = [of_rank(each, shape) for each, shape in enumerate(shapes)]
     found = run(strategy, lambda ctx: ctx.all_to_all(everyone[rank], split, concat))
     expected = [parts(each, size, split)[rank] for each in everyone]
-    np.testing.assert_array_equal(found, np.concatenate(expected, concat))
+    assert_array_equal(found, np.concatenate(expected, concat))
 
 
 def test_all_to_all_twice_is_nothing(strategy, rank, size):
     own = of_rank(rank, (2 * size, 3))
     found = run(strategy, lambda ctx: ctx.all_to_all(ctx.all_to_all(own)))
-    np.testing.assert_array_equal(found, own)
+    assert_array_equal(found, own)
 
 
 @pytest.mark.parametrize("gives", ["nothing", "a value"])
@@ -103,7 +104,7 @@ def test_broadcast_and_scatter_bring_what_the_root_has(strategy, rank, size, giv
         (part["y"][0], parts(value["y"][0], size)[rank]),
         (part["y"][1], parts(value["y"][1], size)[rank]),
     ):
-        np.testing.assert_array_equal(found, expected)
+        assert_array_equal(found, expected)
         assert found.dtype == expected.dtype.newbyteorder("=")
         assert found.flags.writeable
         assert not np.shares_memory(found, value["x"])
@@ -124,7 +125,7 @@ def test_shift_moves_as_numpy_roll(strategy, rank, size, offset, periodic, dtype
     if not periodic:
         come_from = np.arange(size) - offset
         rolled[(come_from < 0) | (come_from >= size)] = 9
-    np.testing.assert_array_equal(found, rolled[rank])
+    assert_array_equal(found, rolled[rank])
     assert found.dtype == np.dtype(dtype)
     assert found.flags.writeable
 
@@ -216,7 +217,7 @@ def test_scan_folds_in_the_order_of_ranks(strategy, rank, size, op, exclusive, d
             "max": -extreme if extreme else (info and info.min),
         }[op]
         expected = np.full((4, 2), first, dtype)
-    np.testing.assert_array_equal(found, expected)
+    assert_array_equal(found, expected)
     assert found.dtype == np.dtype(dtype)
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import mpistrat as ms
 from mpistrat.errors import DataError
 from mpistrat.values import localize
+from tests.devices import assert_array_equal
 
 SIZES = st.lists(st.tuples(st.integers(1, 5), st.booleans()), min_size=2, max_size=3)
 
@@ -90,7 +91,7 @@ def test_ranks_divide_the_outermost_batches(strategy, rank, size, shared_tmp_pat
     other = strategy.experimental_distribute_dataset(steps(path))
     other.load_state_dict(dataset.state_dict())
     rest = [strategy.gather(element, axis=0) for element in other]
-    np.testing.assert_array_equal(rest, whole[2:])
+    assert_array_equal(rest, whole[2:])
 
 
 def test_batches_of_other_lengths_are_an_error_on_every_rank(strategy, rank, size):
@@ -112,7 +113,7 @@ def test_random_numbers_of_examples_do_not_depend_on_the_number_of_ranks(strateg
     assert len({number for batch in whole for number in batch.ravel().tolist()}) == 24
     distributed = strategy.experimental_distribute_dataset(dataset)
     found = [strategy.gather(element, axis=0) for element in distributed]
-    np.testing.assert_array_equal(found, whole)
+    assert_array_equal(found, whole)
 
 
 def test_policy_off_splits_the_outermost_batch_size(strategy, rank, size):

@@ -8,6 +8,7 @@ import mpistrat as ms
 from mpistrat.data import ArraySpec, Dataset
 from mpistrat.data.hdf5 import chunk_cache
 from mpistrat.errors import CollectiveError
+from tests.devices import assert_array_equal
 
 NUM = 37
 
@@ -74,7 +75,7 @@ def test_order_steps_before_a_cache_stay(strategy):
     )
     for _ in range(2):
         for first, second in zip(plain, cached, strict=True):
-            np.testing.assert_array_equal(first.values[0], second.values[0])
+            assert_array_equal(first.values[0], second.values[0])
 
 
 def test_random_maps_before_a_cache_are_frozen(strategy):

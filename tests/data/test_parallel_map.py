@@ -8,6 +8,7 @@ import pytest
 
 import mpistrat as ms
 from mpistrat.data import AUTOTUNE, Dataset
+from tests.devices import assert_array_equal
 
 
 def map_threads():
@@ -39,10 +40,10 @@ def test_the_order_is_that_of_one_thread(strategy, calls, batch_first):
 def test_maps_of_batches_of_batches_and_of_views():
     data = Dataset.range(24).map(slow, num_parallel_calls=3)
     twice = data.batch(2).map(slow, num_parallel_calls=2).batch(3).map(slow, num_parallel_calls=2)
-    np.testing.assert_array_equal(np.concatenate(list(twice)).ravel(), np.arange(24) + 3)
+    assert_array_equal(np.concatenate(list(twice)).ravel(), np.arange(24) + 3)
     zipped = Dataset.zip((data, Dataset.range(24))).batch(5)
     for mapped, plain in zipped:
-        np.testing.assert_array_equal(mapped, plain + 1)
+        assert_array_equal(mapped, plain + 1)
     assert not map_threads()
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from mpistrat.data import ArraySpec, Dataset
+from tests.devices import assert_array_equal
 
 
 def prefetch_threads():
@@ -17,7 +18,7 @@ def test_prefetch_changes_nothing_but_the_time():
     dataset = Dataset.range(100).shuffle(0).batch(7)
     ahead = dataset.prefetch(3)
     for plain, prefetched in zip(dataset, ahead, strict=True):
-        np.testing.assert_array_equal(plain, prefetched)
+        assert_array_equal(plain, prefetched)
     assert not prefetch_threads()
 
 

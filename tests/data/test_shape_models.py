@@ -10,6 +10,7 @@ import mpistrat as ms
 from mpistrat.data import ArraySpec, Dataset
 from mpistrat.errors import CollectiveError, DataError
 from mpistrat.sharding import slice_of_rank
+from tests.devices import assert_array_equal
 
 DTYPES = ("u1", "i4", "f4", "c16", "?")
 
@@ -83,7 +84,7 @@ def test_padded_batches_are_those_of_numpy(
         assert found.dtype == expected.dtype
         if not len(part):  # lengths of nothing are not known
             expected = expected.reshape(found.shape)
-        np.testing.assert_array_equal(found, expected)
+        assert_array_equal(found, expected)
         assert numbers.values[0].tolist() == [number for _, number in part]
 
 
@@ -111,7 +112,7 @@ def test_ragged_batches_are_those_of_numpy(
         ragged = rows.values[0]
         arrays = [each for each, _ in part]
         joined = np.concatenate([np.empty((0, width), dtype), *arrays])
-        np.testing.assert_array_equal(ragged.values, joined)
+        assert_array_equal(ragged.values, joined)
         assert ragged.values.dtype == joined.dtype
         assert ragged.row_splits.dtype == np.int64
         assert ragged.row_splits.tolist() == [0, *np.cumsum([len(a) for a in arrays]).tolist()]
@@ -172,7 +173,7 @@ def test_rows_of_files_are_batched_as_lists_are(strategy, vlen_file, batch_size,
                 assert found.to_list() == [rows[n].tolist() for n in numbers]
             else:
                 expected = padded([rows[n] for n in numbers], (9,), 0, np.uint8)
-                np.testing.assert_array_equal(found, expected)
+                assert_array_equal(found, expected)
             order.append(strategy.gather(batch["number"], axis=0).tolist())
         orders.append(order)
         once = alone.experimental_distribute_dataset(batched)

@@ -6,6 +6,7 @@ import pytest
 import mpistrat as ms
 from mpistrat.data import ArraySpec, Dataset, Ragged
 from mpistrat.errors import CollectiveError, DataError
+from tests.devices import assert_array_equal
 
 NUM = 23
 
@@ -67,7 +68,7 @@ def test_padded_batches_are_those_of_a_list(strategy, kind):
         for line, number in zip(found, numbers[-len(found) :], strict=True):
             expected = np.full(6, -1)
             expected[: number % 5] = number
-            np.testing.assert_array_equal(line, expected)
+            assert_array_equal(line, expected)
     assert numbers == list(range(NUM))
 
 

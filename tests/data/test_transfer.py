@@ -12,6 +12,7 @@ from mpistrat.cuda_api import count_gpus
 from mpistrat.data import Dataset
 from mpistrat.data.distributed import distribute
 from mpistrat.data.transfer import transfer_to
+from tests.devices import assert_array_equal
 from tests.fake_cuda import Cuda
 
 GPU = Device("gpu")
@@ -34,6 +35,7 @@ def cuda(monkeypatch):
 
 
 @pytest.mark.parametrize("prefetch", [None, 1, 3])
+@pytest.mark.host_memory
 def test_batches_are_there_when_they_are_handed_out(cuda, strategy, rank, size, prefetch):
     numbers = np.arange(22 * size)
     dataset = Dataset.from_arrays({"x": numbers, "y": numbers[:, None] * 0.5}).batch(4 * size)
@@ -45,14 +47,14 @@ def test_batches_are_there_when_they_are_handed_out(cuda, strategy, rank, size, 
         for batch in batches:
             x, y = batch["x"].values[0], batch["y"].values[0]
             cuda.program.run(len(cuda.program.work))
-            np.testing.assert_array_equal(y[:, 0], x * 0.5)
+            assert_array_equal(y[:, 0], x * 0.5)
             found.append(x)
         starts = range(0, len(numbers), 4 * size)
         assert len(found) == len(starts)
         for x, start in zip(found, starts, strict=True):
             share = -(-len(numbers[start : start + 4 * size]) // size)
             mine = numbers[start : start + 4 * size][rank * share : (rank + 1) * share]
-            np.testing.assert_array_equal(x, mine)
+            assert_array_equal(x, mine)
 
 
 def test_a_pass_that_is_broken_off_leaves_no_copy_under_way(cuda, strategy, size):
@@ -78,7 +80,7 @@ def test_anything_goes_through_or_stays(cuda):
     assert arrived["foreign order"].dtype == np.dtype("f4")
     assert arrived["word"] == "word"
     for name in list(given)[:-1]:
-        np.testing.assert_array_equal(arrived[name], given[name])
+        assert_array_equal(arrived[name], given[name])
     assert arrived["nothing"].shape == (0, 3)
 
 
@@ -99,4 +101,4 @@ def test_on_a_gpu_batches_are_those_of_the_host(rank, size):
     on_gpu = ms.MPIStrategy(device="gpu").experimental_distribute_dataset(dataset)
     for expected, found in zip(on_host, on_gpu, strict=True):
         doubled = found.values[0] * 2
-        np.testing.assert_array_equal(host_view(doubled), expected.values[0] * 2)
+        assert_array_equal(host_view(doubled), expected.values[0] * 2)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
+from tests.devices import assert_allclose, assert_array_equal, on_host
 
 SHAPES = {-1: (5,), 1: (5, 3, 2), 2: (3, 5)}
 """Shapes of one example with 5 features, by the axis of the features in a batch."""
@@ -68,9 +69,9 @@ def test_synchronized_replicas_equal_one_with_the_joined_batch(strategy, rank, s
         rows = span_of(rank, axis)
         for one, other in zip(ours, [e[rows] if e.ndim > 1 else e for e in expected], strict=True):
             assert one.dtype == dtype
-            np.testing.assert_allclose(one, other, **tolerance)
+            assert_allclose(one, other, **tolerance)
         for one, other in zip(averages(layer), averages(whole), strict=True):
-            np.testing.assert_allclose(one, other, **tolerance)
+            assert_allclose(one, other, **tolerance)
     components = strategy.gather(strategy.run(lambda: layer.moving_mean.value()[None]), axis=0)
     assert (components == components[0]).all()  # to the bit
 
@@ -96,9 +97,9 @@ def test_one_replica_agrees_with_torch(axis, dtype):
         ours = there_and_back(strategy, layer, x, gradient_y, training)
         theirs = [expected.detach(), tensor.grad, oracle.weight.grad, oracle.bias.grad]
         for one, other in zip(ours, theirs, strict=True):
-            np.testing.assert_allclose(one, other.numpy(), rtol=1e-5, atol=5 * TOLERANCE[dtype])
+            assert_allclose(one, other.numpy(), rtol=1e-5, atol=5 * TOLERANCE[dtype])
         # PyTorch's average is of the unbiased variance: let both start the next step alike.
-        np.testing.assert_allclose(layer.moving_mean.numpy(), oracle.running_mean, rtol=1e-5)
+        assert_allclose(layer.moving_mean.numpy(), oracle.running_mean, rtol=1e-5)
         with torch.no_grad():
             oracle.running_var[:] = torch.from_numpy(layer.moving_variance.numpy())
 
@@ -107,8 +108,8 @@ def test_moving_averages_are_those_of_the_biased_moments(strategy, rank, size):
     layer = make(strategy, momentum=0.75, synchronized=True, dtype=np.float64)
     there_and_back(strategy, layer, *part_of(rank))
     x, _ = joined(size)
-    np.testing.assert_allclose(layer.moving_mean.numpy(), x.mean(axis=0) / 4, rtol=1e-12)
-    np.testing.assert_allclose(layer.moving_variance.numpy(), 0.75 + x.var(axis=0) / 4, rtol=1e-12)
+    assert_allclose(layer.moving_mean.numpy(), x.mean(axis=0) / 4, rtol=1e-12)
+    assert_allclose(layer.moving_variance.numpy(), 0.75 + x.var(axis=0) / 4, rtol=1e-12)
 
 
 def test_replicas_on_their_own(strategy, rank, size):
@@ -118,14 +119,14 @@ def test_replicas_on_their_own(strategy, rank, size):
     alone = ms.OneDeviceStrategy()
     whole = make(alone, momentum=0.5, dtype=np.float64)
     expected = there_and_back(alone, whole, x, gradient_y)
-    np.testing.assert_array_equal(y, expected[0])
-    np.testing.assert_array_equal(gradient_x, expected[1])
+    assert_array_equal(y, expected[0])
+    assert_array_equal(gradient_x, expected[1])
     local = strategy.run(layer.moving_mean.value).values[0]
-    np.testing.assert_array_equal(local, whole.moving_mean.numpy())
+    assert_array_equal(local, whole.moving_mean.numpy())
     if rank == 1:  # it has seen no example
-        np.testing.assert_array_equal(local, 0)
+        assert_array_equal(local, 0)
     means = [part_of(r)[0].mean(axis=0) / 2 for r in range(size) if r != 1]
-    np.testing.assert_allclose(layer.moving_mean.numpy(), sum(means) / size, rtol=1e-12)
+    assert_allclose(layer.moving_mean.numpy(), sum(means) / size, rtol=1e-12)
 
 
 def test_inference_uses_the_moving_averages(strategy, rank, size):
@@ -138,13 +139,15 @@ def test_inference_uses_the_moving_averages(strategy, rank, size):
         scale = layer.gamma.numpy() / np.sqrt(variance + 1e-9)
         return (x - mean) * scale + layer.beta.numpy(), gradient_y * scale
 
-    own = strategy.run(lambda: [layer.moving_mean.value(), layer.moving_variance.value()])
+    own = strategy.run(
+        lambda: [on_host(each.value()) for each in (layer.moving_mean, layer.moving_variance)]
+    )
     y, gradient_x, *_ = there_and_back(strategy, layer, x, gradient_y, training=False)
     for one, other in zip((y, gradient_x), expected(*(o.values[0] for o in own)), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-11, atol=1e-13)
+        assert_allclose(one, other, rtol=1e-11, atol=1e-13)
     y, _ = layer.forward(x, training=False)  # in cross-replica context
-    np.testing.assert_allclose(y, expected(*before)[0], rtol=1e-11, atol=1e-13)
-    np.testing.assert_array_equal(averages(layer), before)
+    assert_allclose(y, expected(*before)[0], rtol=1e-11, atol=1e-13)
+    assert_array_equal(averages(layer), before)
 
 
 @pytest.mark.parametrize("synchronized", [False, True])
@@ -156,14 +159,14 @@ def test_float32_with_a_large_mean(strategy, rank, size, synchronized, mean):
     y, *_ = there_and_back(strategy, layer, x, np.ones_like(x))
     parts = strategy.gather(ms.PerReplica(x), axis=0) if synchronized else x
     exact = parts.astype(np.float64)
-    expected = (x - exact.mean(axis=0)) / exact.std(axis=0) * layer.gamma.value()
-    expected += layer.beta.value()
+    expected = (x - exact.mean(axis=0)) / exact.std(axis=0) * layer.gamma.numpy()
+    expected += layer.beta.numpy()
     # With float32 sums, or the mean rounded to float32, y would be off by 1e-4 to 1.
     tolerance = 2e-6 + synchronized * 1e-16 * mean**2
-    np.testing.assert_allclose(y, expected, rtol=tolerance, atol=tolerance)
+    assert_allclose(y, expected, rtol=tolerance, atol=tolerance)
     if synchronized:
         variance = layer.moving_variance.numpy()
-        np.testing.assert_allclose(variance, exact.var(axis=0), rtol=tolerance)
+        assert_allclose(variance, exact.var(axis=0), rtol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float64])
@@ -179,8 +182,9 @@ def test_examples_may_have_another_dtype_than_the_variables(strategy, rank, dtyp
     y, gradient_x, gradients = strategy.run(step)
     assert y.values[0].dtype == gradient_x.values[0].dtype == dtype
     assert [each.values[0].dtype for each in gradients] == [np.float32] * 2
-    assert np.isfinite(y.values[0]).all()
-    assert np.abs(y.values[0]).max(initial=0) < 10
+    own = on_host(y.values[0])
+    assert np.isfinite(own).all()
+    assert np.abs(own).max(initial=0) < 10
 
 
 @pytest.mark.parametrize("synchronized", [False, True])
@@ -189,8 +193,8 @@ def test_a_batch_without_examples_changes_nothing(strategy, synchronized):
     empty = np.zeros((0, 5), np.float32)
     y, gradient_x, *of_parameters = there_and_back(strategy, layer, empty, empty)
     assert y.shape == gradient_x.shape == (0, 5)
-    np.testing.assert_array_equal(of_parameters, np.zeros((2, 5)))
-    np.testing.assert_array_equal(averages(layer), [np.zeros(5), np.ones(5)])
+    assert_array_equal(of_parameters, np.zeros((2, 5)))
+    assert_array_equal(averages(layer), [np.zeros(5), np.ones(5)])
 
 
 @pytest.mark.fast
@@ -228,7 +232,7 @@ def test_the_pairs_train_the_layer(strategy, rank, size):
     normalized = (x - x.mean(axis=0)) / np.sqrt(x.var(axis=0) + layer.epsilon)
     gradients = (gradient_y * normalized).sum(axis=0), gradient_y.sum(axis=0)
     for variable, old, gradient in zip((layer.gamma, layer.beta), before, gradients, strict=True):
-        np.testing.assert_allclose(variable.numpy(), old - gradient / 2, rtol=1e-10, atol=1e-12)
+        assert_allclose(variable.numpy(), old - gradient / 2, rtol=1e-10, atol=1e-12)
 
 
 def test_a_checkpoint_holds_the_mean_of_the_averages(strategy, rank, size, mpi_tmp_path):
@@ -237,10 +241,10 @@ def test_a_checkpoint_holds_the_mean_of_the_averages(strategy, rank, size, mpi_t
     path = ms.Checkpoint(norm=layer).write(mpi_tmp_path / "norm.h5")
     copy = make(strategy, momentum=0.5)
     ms.Checkpoint(norm=copy).restore(path).assert_consumed()
-    np.testing.assert_allclose(averages(copy), averages(layer), rtol=1e-6)
+    assert_allclose(averages(copy), averages(layer), rtol=1e-6)
     own = strategy.run(copy.moving_mean.value).values[0]
-    np.testing.assert_allclose(own, layer.moving_mean.numpy(), rtol=1e-6)
-    np.testing.assert_array_equal(copy.gamma.numpy(), layer.gamma.numpy())
+    assert_allclose(own, layer.moving_mean.numpy(), rtol=1e-6)
+    assert_array_equal(copy.gamma.numpy(), layer.gamma.numpy())
     assert copy.gamma.trainable
     assert not copy.moving_mean.trainable
 
@@ -303,12 +307,13 @@ def test_outside_every_scope():
     for layer in layers:
         y, saved = layer.forward(x)
         gradient_x, pairs = layer.backward(saved, gradient_y)
-        np.testing.assert_allclose(y.mean(axis=0), 0, atol=1e-12)
-        np.testing.assert_allclose(gradient_x.sum(axis=0), 0, atol=1e-12)
+        assert_allclose(y.mean(axis=0), 0, atol=1e-12)
+        assert_allclose(gradient_x.sum(axis=0), 0, atol=1e-12)
         ms.optimizers.SGD(0.1).apply_gradients(pairs)
-    np.testing.assert_allclose(layers[0].gamma.numpy(), layers[1].gamma.numpy(), rtol=1e-12)
+    assert_allclose(layers[0].gamma.numpy(), layers[1].gamma.numpy(), rtol=1e-12)
 
 
+@pytest.mark.host_memory
 def test_variables_of_bfloat16(strategy):
     bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
     with strategy.scope():
@@ -322,7 +327,7 @@ def test_variables_of_bfloat16(strategy):
 
     x = np.array([[1.0, -2.0], [3.0, 2.0]], bfloat16)
     y = strategy.run(lambda: step(x))
-    np.testing.assert_allclose(
+    assert_allclose(
         strategy.experimental_local_results(y)[0].astype(float), [[-1, -1], [1, 1]], atol=1e-2
     )
     assert layer.gamma.dtype == bfloat16

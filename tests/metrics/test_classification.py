@@ -5,6 +5,7 @@ import pytest
 from sklearn import metrics as sk
 
 import mpistrat as ms
+from tests.devices import assert_allclose
 
 CLASSES = 5
 
@@ -71,7 +72,7 @@ def test_two_classes(strategy, rank, size, name, weighted):
     got = updated(strategy, rank, make, binary, weighted)
     labels, scores, weights = joined(size)
     expected = reference(*binary(labels, scores), weights if weighted else None)
-    np.testing.assert_allclose(got, expected, atol=1e-6)
+    assert_allclose(got, expected, atol=1e-6)
     assert isinstance(got, np.float64)
 
 
@@ -83,7 +84,7 @@ def test_f1_of_several_classes(strategy, rank, size, average, weighted):
     expected = sk.f1_score(
         *classes(labels, scores), average=average, sample_weight=weights if weighted else None
     )
-    np.testing.assert_allclose(got, expected, atol=1e-6)
+    assert_allclose(got, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -94,9 +95,9 @@ def test_confusion_matrix_and_intersection_over_union(strategy, rank, size, weig
     truth, guess = classes(labels, scores)
     weights = weights if weighted else None
     expected = sk.confusion_matrix(truth, guess, sample_weight=weights)
-    np.testing.assert_allclose(matrix, expected, atol=1e-6)
+    assert_allclose(matrix, expected, atol=1e-6)
     expected = sk.jaccard_score(truth, guess, average="macro", sample_weight=weights)
-    np.testing.assert_allclose(mean, expected, atol=1e-6)
+    assert_allclose(mean, expected, atol=1e-6)
 
 
 def test_several_thresholds_top_k_and_one_class(strategy, rank, size):
@@ -105,10 +106,10 @@ def test_several_thresholds_top_k_and_one_class(strategy, rank, size):
         make = getattr(ms.metrics, kind)
         got = updated(strategy, rank, lambda m=make: m(thresholds=[0.2, 0.9]), binary, False)
         truth, guess = binary(labels, scores)
-        np.testing.assert_allclose(got, [score(truth, guess > t) for t in (0.2, 0.9)], atol=1e-6)
+        assert_allclose(got, [score(truth, guess > t) for t in (0.2, 0.9)], atol=1e-6)
         got = updated(strategy, rank, lambda m=make: m(top_k=2, class_id=3), one_hot, False)
         highest = np.argsort(-scores, axis=1, kind="stable")[:, :2]
-        np.testing.assert_allclose(got, score(labels == 3, (highest == 3).any(axis=1)), atol=1e-6)
+        assert_allclose(got, score(labels == 3, (highest == 3).any(axis=1)), atol=1e-6)
 
 
 @pytest.mark.parametrize("curve", ["ROC", "PR"])
@@ -122,7 +123,7 @@ def test_the_area_lies_between_lower_and_higher_sums(strategy, rank, size, curve
         labels, scores, _ = joined(size)
         fine = updated(strategy, rank, lambda: ms.metrics.AUC(curve="PR"), binary, False)
         average = sk.average_precision_score(*binary(labels, scores))
-        np.testing.assert_allclose(fine, average, atol=0.05)
+        assert_allclose(fine, average, atol=0.05)
 
 
 def test_interpolated_precision_of_a_curve_known_in_closed_form():
@@ -132,7 +133,7 @@ def test_interpolated_precision_of_a_curve_known_in_closed_form():
     right = np.linspace(1, 2, 100_001)
     precision = right / (right + 2 * (right - 1))
     expected = (1 + np.trapezoid(precision, right)) / 2
-    np.testing.assert_allclose(metric.result(), expected, atol=1e-6)
+    assert_allclose(metric.result(), expected, atol=1e-6)
 
 
 def test_logits_and_thresholds_of_auc(strategy, rank, size):
@@ -144,10 +145,10 @@ def test_logits_and_thresholds_of_auc(strategy, rank, size):
     got = updated(strategy, rank, lambda: ms.metrics.AUC(from_logits=True), logits, False)
     labels, scores, _ = joined(size)
     truth, guess = binary(labels, scores)
-    np.testing.assert_allclose(got, sk.roc_auc_score(truth, guess), atol=1e-6)
+    assert_allclose(got, sk.roc_auc_score(truth, guess), atol=1e-6)
     got = updated(strategy, rank, lambda: ms.metrics.AUC(thresholds=[0.7, 0.3]), binary, False)
     binned = (guess > 0.3).astype(int) + (guess > 0.7)
-    np.testing.assert_allclose(got, sk.roc_auc_score(truth, binned), atol=1e-6)
+    assert_allclose(got, sk.roc_auc_score(truth, binned), atol=1e-6)
 
 
 def test_ignored_and_dense_classes(strategy, rank, size):
@@ -165,7 +166,7 @@ def test_ignored_and_dense_classes(strategy, rank, size):
     kept = labels != 0
     truth, guess = classes(labels[kept], scores[kept])
     expected = sk.jaccard_score(truth, guess, average="macro", sample_weight=weights[kept])
-    np.testing.assert_allclose(got, expected, atol=1e-6)
+    assert_allclose(got, expected, atol=1e-6)
 
 
 def test_before_the_first_example(strategy):
@@ -243,10 +244,10 @@ def test_a_metric_from_sums(strategy, rank, size, counts):
     assert not counts
     _, scores, weights = joined(size)
     expected = np.corrcoef(scores[:, 0], weights)[0, 1]
-    np.testing.assert_allclose(metric.result(), expected, atol=1e-12)
+    assert_allclose(metric.result(), expected, atol=1e-12)
     metric.reset_state()
     strategy.run(lambda: metric.update_state(np.arange(3.0), -np.arange(3.0)))
-    np.testing.assert_allclose(metric.result(), -1)
+    assert_allclose(metric.result(), -1)
 
 
 def test_a_metric_from_one_number_is_saved_and_restored(strategy, size, shared_tmp_path):

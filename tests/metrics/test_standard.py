@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
+from tests.devices import assert_allclose, assert_array_equal
 
 
 def test_mean_over_replicas_with_uneven_and_empty_parts(strategy, rank, size):
@@ -16,7 +17,7 @@ def test_mean_over_replicas_with_uneven_and_empty_parts(strategy, rank, size):
     strategy.run(step, args=(np.arange(rank, dtype=np.float32),))
     joined = np.concatenate([np.arange(r) for r in range(size)])
     expected = joined.mean() if joined.size else np.nan
-    np.testing.assert_allclose(mean.result(), expected)
+    assert_allclose(mean.result(), expected)
     assert total.result() == joined.sum()
     assert strategy.run(lambda: total.result()).values[0] == joined.sum()
     mean.reset_state()
@@ -64,8 +65,8 @@ def test_products_with_weights_are_taken_in_float64(strategy, size, dtype):
 
     strategy.run(step)
     expected = float(dtype(largest)) * 100 + 300
-    np.testing.assert_allclose(total.result(), expected * size, rtol=1e-15)
-    np.testing.assert_allclose(mean.result(), expected / 200, rtol=1e-15)
+    assert_allclose(total.result(), expected * size, rtol=1e-15)
+    assert_allclose(mean.result(), expected / 200, rtol=1e-15)
 
 
 def test_what_metrics_take(strategy, rank, size):
@@ -116,7 +117,7 @@ def test_mean_squared_error_has_a_weight_per_example(strategy, rank, size, weigh
     _, scores, weights = joined(size)
     each = ((scores - 1) ** 2).mean(axis=1)
     expected = np.average(each, weights=weights if weighted else None)
-    np.testing.assert_allclose(metric.result(), expected, rtol=1e-12)
+    assert_allclose(metric.result(), expected, rtol=1e-12)
 
 
 def test_mean_squared_error_weighs_examples_not_columns():
@@ -140,7 +141,7 @@ def test_mean_squared_error_is_exact_in_any_dtype(strategy, dtype):
         metric = ms.metrics.MeanSquaredError()
     strategy.run(lambda: metric.update_state(truth, guess))
     assert metric.result() == (1 + float(guess[1]) ** 2) / 2
-    np.testing.assert_array_equal(truth, np.array([1, 0], dtype))
+    assert_array_equal(truth, np.array([1, 0], dtype))
 
 
 def test_what_mean_squared_error_refuses(strategy):
@@ -176,7 +177,7 @@ def test_top_k_agrees_with_torch(strategy, rank, size, k):
     chosen = torch.topk(torch.from_numpy(scores), k, dim=1).indices.numpy()
     hits = (chosen == labels[:, None]).any(axis=1)
     assert plain.result() == hits.mean()
-    np.testing.assert_allclose(weighted.result(), np.average(hits, weights=weights), rtol=1e-12)
+    assert_allclose(weighted.result(), np.average(hits, weights=weights), rtol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int32, np.float16, np.float64])

@@ -9,6 +9,7 @@ import pytest
 from mpi4py import MPI
 
 import mpistrat as ms
+from tests.devices import assert_allclose, on_host
 from tests.helpers import as_bytes, filenames
 
 NUM_MICRO = 4
@@ -24,6 +25,7 @@ class Problem:
         self.y = rng.normal(size=num_examples)
 
     def gradients(self, part, weight, bias):
+        weight, bias = on_host([weight, bias])
         x, error = self.x[part], self.x[part] @ weight + bias - self.y[part]
         return x.T @ error / len(self.y), error.sum() / len(self.y)
 
@@ -62,8 +64,8 @@ def test_micro_batches_are_one_big_batch(strategy, rank, size, optimizer):
         assert accumulator.num_added == 0
         gradients = problem.gradients(slice(None), plain_weight.value(), plain_bias.value())
         plain.apply_gradients(zip(gradients, (plain_weight, plain_bias), strict=True))
-    np.testing.assert_allclose(weight.numpy(), plain_weight.numpy(), rtol=1e-12)
-    np.testing.assert_allclose(bias.numpy(), plain_bias.numpy(), rtol=1e-12)
+    assert_allclose(weight.numpy(), plain_weight.numpy(), rtol=1e-12)
+    assert_allclose(bias.numpy(), plain_bias.numpy(), rtol=1e-12)
     assert inner.iterations.numpy() == 3
 
 
@@ -166,7 +168,7 @@ def test_halves_are_added_in_float32(strategy, size, dtype):
 
     total = strategy.experimental_local_results(strategy.run(step))[0]
     assert total.dtype == np.float32
-    np.testing.assert_allclose(total, size * (1 + 100 * tiny), rtol=1e-5)
+    assert_allclose(total, size * (1 + 100 * tiny), rtol=1e-5)
     assert weight.dtype == half
     assert weight.numpy().tolist() == (-total).astype(half).tolist()
     # A float32 gradient keeps its bits too.
@@ -190,7 +192,7 @@ def test_variables_without_any_gradient_are_skipped(strategy, size):
         strategy.run(step)
     assert filenames(caught) == [__file__]
     assert bias.numpy() == 0.5, "neither gradient nor weight decay"
-    np.testing.assert_allclose(weight.numpy(), [0.75 - size] * 3)
+    assert_allclose(weight.numpy(), [0.75 - size] * 3)
 
 
 def test_what_was_given_is_copied(strategy, size):
@@ -343,7 +345,7 @@ def test_an_interrupted_accumulation_goes_on_where_it_was(strategy, rank, size, 
     path = checkpoint.write(mpi_tmp_path / "run.h5")
     if rank == 0:
         with h5py.File(path) as file:
-            np.testing.assert_allclose(file[SUM_PATH], total, rtol=1e-14)
+            assert_allclose(file[SUM_PATH], total, rtol=1e-14)
     # As many replicas as before, one fewer (and the last one on its own), and one alone.
     fewer = MPI.COMM_WORLD.Split(rank == size - 1)
     for comm in (MPI.COMM_WORLD, fewer, MPI.COMM_SELF):
@@ -356,7 +358,7 @@ def test_an_interrupted_accumulation_goes_on_where_it_was(strategy, rank, size, 
         )
         resumed.run(lambda a=accumulator, optimizer=optimizer: a.apply(optimizer))
         expected = -0.5 * (total + 2 * resumed.num_replicas_in_sync)
-        np.testing.assert_allclose(weight.numpy(), expected, rtol=1e-14)
+        assert_allclose(weight.numpy(), expected, rtol=1e-14)
     fewer.Free()
 
 
@@ -369,7 +371,7 @@ def test_a_sum_of_one_replica_is_shared_by_all(strategy, rank, mpi_tmp_path):
     checkpoint, weight, _, accumulator = saved_job(strategy)
     checkpoint.restore(path).assert_consumed()
     assert accumulator.num_added == 1
-    np.testing.assert_allclose(accumulator.grads_and_vars()[0][0], 12, rtol=1e-14)
+    assert_allclose(accumulator.grads_and_vars()[0][0], 12, rtol=1e-14)
 
 
 def test_a_checkpoint_for_other_variables_is_refused(strategy, mpi_tmp_path):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
+from tests.devices import assert_allclose, assert_array_equal
 
 torch = pytest.importorskip("torch")
 
@@ -60,7 +61,7 @@ def test_fifty_steps_equal_pytorch_s(strategy, rank, size, rule, dtype):
         expected = parameter.detach().numpy()
         # Rounding of the large weights on the way stays in those that end near zero.
         largest = np.abs(expected).max()
-        np.testing.assert_allclose(variable.numpy(), expected, rtol=1e-6, atol=1e-6 * largest)
+        assert_allclose(variable.numpy(), expected, rtol=1e-6, atol=1e-6 * largest)
 
 
 @pytest.mark.parametrize("shape", [(2**15 + 3,), (2**16,), (3, 2**14)])
@@ -76,7 +77,7 @@ def test_arrays_of_several_blocks(strategy, shape):
     parameter.grad = torch.from_numpy(gradient)
     for _ in range(3):
         oracle.step()
-    np.testing.assert_allclose(variable.numpy(), parameter.detach().numpy(), rtol=1e-12)
+    assert_allclose(variable.numpy(), parameter.detach().numpy(), rtol=1e-12)
 
 
 def test_sparse_rows_equal_pytorch_s_sparse_adam(strategy, rank, size):
@@ -100,8 +101,8 @@ def test_sparse_rows_equal_pytorch_s_sparse_adam(strategy, rank, size):
         )
         oracle.step()
     # SparseAdam adds epsilon, 1e-8, to a root that is not yet corrected for the start.
-    np.testing.assert_allclose(variable.numpy(), parameter.detach().numpy(), rtol=1e-6, atol=1e-6)
-    np.testing.assert_array_equal(variable.numpy()[9], start[9])
+    assert_allclose(variable.numpy(), parameter.detach().numpy(), rtol=1e-6, atol=1e-6)
+    assert_array_equal(variable.numpy()[9], start[9])
 
 
 def test_the_clipped_norm_equals_pytorch_s(strategy, rank, size):
@@ -117,4 +118,4 @@ def test_the_clipped_norm_equals_pytorch_s(strategy, rank, size):
     torch.nn.utils.clip_grad_norm_(parameters, 2.0)
     for variable, parameter in zip(variables, parameters, strict=True):
         # PyTorch adds 1e-6 to the norm.
-        np.testing.assert_allclose(variable.numpy(), -parameter.grad.numpy(), rtol=1e-5)
+        assert_allclose(variable.numpy(), -parameter.grad.numpy(), rtol=1e-5)

@@ -9,6 +9,7 @@ from mpistrat.optimizers import kernels, update
 from mpistrat.optimizers.adam import _ADAM
 from mpistrat.optimizers.sgd import _MOMENTUM, _NESTEROV, _PLAIN
 from mpistrat.optimizers.update import Step, Target, slot_dtype
+from tests.devices import assert_array_equal
 
 RULES = {"sgd": _PLAIN, "momentum": _MOMENTUM, "nesterov": _NESTEROV, "adam": _ADAM}
 CONSTANTS = {"rate": 0.1, "decay": 0.9, "gain_1": 0.1, "gain_2": 0.01, "epsilon": 1e-8}
@@ -25,7 +26,7 @@ def after_steps(rule, dtype, size, keep, factor):
         gradient = rng.standard_normal(size).astype(dtype)
         before = gradient.copy()
         update.update_on_host(rule, step, Target(weight, slots), gradient)
-        np.testing.assert_array_equal(gradient, before)
+        assert_array_equal(gradient, before)
     return [weight, *slots]
 
 
@@ -38,7 +39,7 @@ def test_compiled_kernels_equal_numpy(monkeypatch, name, dtype, size, keep, fact
     monkeypatch.setattr(update, "_compiled_kernel", lambda kernel, dtype: None)
     in_numpy = after_steps(RULES[name], dtype, size, keep, factor)
     for ours, numpys in zip(with_library, in_numpy, strict=True):
-        np.testing.assert_array_equal(ours, numpys)
+        assert_array_equal(ours, numpys)
 
 
 def test_the_library_is_there_where_it_could_be_made():

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
+from tests.devices import assert_allclose, assert_array_equal
 from tests.helpers import filenames
 
 
@@ -23,7 +24,7 @@ def test_gradients_are_divided_by_the_scale(strategy, size):
     variable, loss_scale, optimizer = make(strategy, {"initial_scale": 1024})
     gradient = np.full(3, 0.25 * loss_scale.value / size, np.float16)
     apply(strategy, optimizer, variable, gradient)
-    np.testing.assert_allclose(variable.numpy(), 1 - 0.5 * 0.25, rtol=1e-3)
+    assert_allclose(variable.numpy(), 1 - 0.5 * 0.25, rtol=1e-3)
 
 
 def test_a_scale_of_another_strategy_is_refused_between_steps_too(strategy):
@@ -44,8 +45,8 @@ def test_all_skip_a_step_that_overflows_anywhere(strategy, rank, size, bad):
     apply(strategy, optimizer, variable, np.ones(3))
     before, momentum = variable.numpy(), optimizer.slot(variable, "momentum").numpy()
     apply(strategy, optimizer, variable, np.array([1, bad if rank == size - 1 else 1, 1]))
-    np.testing.assert_array_equal(variable.numpy(), before)
-    np.testing.assert_array_equal(optimizer.slot(variable, "momentum").numpy(), momentum)
+    assert_array_equal(variable.numpy(), before)
+    assert_array_equal(optimizer.slot(variable, "momentum").numpy(), momentum)
     assert (loss_scale.value, loss_scale.num_skipped_steps) == (2, 1)
     assert optimizer.iterations.numpy() == 1
 
@@ -55,7 +56,7 @@ def test_large_finite_gradients_are_no_overflow(strategy, size):
     variable, loss_scale, optimizer = make(strategy, {"initial_scale": 1}, global_clipnorm=3.0)
     apply(strategy, optimizer, variable, np.array([0, 3e30 / size, 4e30 / size], np.float32))
     assert loss_scale.num_skipped_steps == 0
-    np.testing.assert_allclose(variable.numpy(), [1, 1 - 0.9, 1 - 1.2], rtol=1e-5, atol=1e-6)
+    assert_allclose(variable.numpy(), [1, 1 - 0.9, 1 - 1.2], rtol=1e-5, atol=1e-6)
 
 
 def test_the_scale_grows_after_good_steps_and_shrinks_after_bad(strategy):
@@ -92,7 +93,7 @@ def test_half_precision_variables_keep_their_moments_in_float32(strategy, size):
     assert variable.dtype == np.float16
     assert optimizer.slot(variable, "second_moment").dtype == np.float32
     # The steps of Adam do not depend on the size of the gradient, but for rounding.
-    np.testing.assert_allclose(variable.numpy(), 0.97, atol=2e-3)
+    assert_allclose(variable.numpy(), 0.97, atol=2e-3)
 
 
 def test_the_scale_is_part_of_a_checkpoint(strategy, mpi_tmp_path):
@@ -133,8 +134,8 @@ def test_clipping_counts_each_row_once(strategy, size):
     rows = ms.IndexedSlices(np.full((2, 1), 2 / size), np.array([2, 2]))
     pairs = [(np.full(1, 3 / size), dense), (rows, table)]
     strategy.run(optimizer.apply_gradients, (pairs,))
-    np.testing.assert_allclose(dense.numpy(), -3 / 5)
-    np.testing.assert_allclose(table.numpy().ravel(), [0, 0, -4 / 5, 0])
+    assert_allclose(dense.numpy(), -3 / 5)
+    assert_allclose(table.numpy().ravel(), [0, 0, -4 / 5, 0])
 
 
 def test_small_gradients_are_not_clipped(strategy, size):
@@ -142,7 +143,7 @@ def test_small_gradients_are_not_clipped(strategy, size):
         variable = ms.Variable(np.zeros(2))
         optimizer = ms.optimizers.SGD(1.0, global_clipnorm=5.0)
     apply(strategy, optimizer, variable, np.array([3.0, 4.0]) / size)
-    np.testing.assert_allclose(variable.numpy(), [-3, -4])
+    assert_allclose(variable.numpy(), [-3, -4])
 
 
 def test_gradients_that_are_views_of_what_the_step_writes(strategy):
@@ -155,11 +156,12 @@ def test_gradients_that_are_views_of_what_the_step_writes(strategy):
         pairs = [(optimizer.slot(b, "momentum").value(), a), (a.value()[::-1], b)]
         before = b.numpy()
         optimizer.apply_gradients(pairs)
-    np.testing.assert_allclose(b.numpy(), before - (0.5 * momentum + 0.5 * start[::-1]))
-    np.testing.assert_allclose(a.numpy(), start - (0.5 * momentum + 0.5 * momentum))
+    assert_allclose(b.numpy(), before - (0.5 * momentum + 0.5 * start[::-1]))
+    assert_allclose(a.numpy(), start - (0.5 * momentum + 0.5 * momentum))
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, np.complex64])
+@pytest.mark.host_memory
 def test_a_step_allocates_nothing_large(strategy, dtype):
     import tracemalloc
 
@@ -186,6 +188,7 @@ def test_what_the_ranks_must_agree_on(strategy, others, rank):
         ms.optimizers.LossScale(initial_scale=scale)
 
 
+@pytest.mark.host_memory
 def test_interleaved_variables_of_many_dtypes(strategy, rank, size):
     dtypes = [np.float16, np.float32, np.float64, np.complex64, np.longdouble]
     with strategy.scope():
@@ -196,4 +199,4 @@ def test_interleaved_variables_of_many_dtypes(strategy, rank, size):
         strategy.run(optimizer.apply_gradients, (pairs,))
     total = size * (size + 1) / 2
     for variable in variables:
-        np.testing.assert_allclose(variable.numpy(), 1 - 2 * 0.25 * total)
+        assert_allclose(variable.numpy(), 1 - 2 * 0.25 * total)

@@ -3,6 +3,7 @@ import pytest
 
 import mpistrat as ms
 from mpistrat.optimizers import SGD, ExponentialMovingAverage
+from tests.devices import assert_allclose, assert_array_equal
 
 
 def train(strategy, average, weight, optimizer, num_steps):
@@ -36,7 +37,7 @@ def test_averages_follow_the_variables(strategy, size, dtype):
     train(strategy, average, weight, optimizer, 4)
     expected = expected_after([-size * step for step in range(5)], 0.5)
     held = average.average(weight)
-    np.testing.assert_allclose(held.numpy(), np.full(3, expected), rtol=1e-6)
+    assert_allclose(held.numpy(), np.full(3, expected), rtol=1e-6)
     assert held.dtype == max(np.dtype(dtype), np.dtype(np.float32))
     assert not held.trainable
     strategy.extended.assert_replicas_agree(average)
@@ -52,7 +53,7 @@ def test_a_number_of_updates_lowers_the_decay_at_first():
         average.num_updates = number
         average.apply([value])
     expected = expected_after(values, lambda n: min(0.9, (1 + n) / (10 + n)))
-    np.testing.assert_allclose(average.average(value).numpy(), expected)
+    assert_allclose(average.average(value).numpy(), expected)
 
 
 def test_averages_are_saved_and_restored(strategy, size, shared_tmp_path):
@@ -71,7 +72,7 @@ def test_averages_are_saved_and_restored(strategy, size, shared_tmp_path):
     expected = expected_after([-size * step for step in range(1, 5)], 0.5)
     for variable, averages, stepper in (weight, average, optimizer), resumed:
         train(strategy, averages, variable, stepper, 1)
-        np.testing.assert_array_equal(averages.average(variable).numpy(), np.full(3, expected))
+        assert_array_equal(averages.average(variable).numpy(), np.full(3, expected))
     status.assert_consumed()
 
 

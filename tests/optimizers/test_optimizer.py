@@ -7,6 +7,7 @@ import pytest
 
 import mpistrat as ms
 from mpistrat.native import native_library
+from tests.devices import assert_allclose, assert_array_equal
 from tests.helpers import filenames
 
 
@@ -33,7 +34,7 @@ def test_sgd(strategy, rank, size, momentum, nesterov, decay):
             lambda g: optimizer.apply_gradients([(g, variable)]), (per_replica[step, rank],)
         )
     expected = reference_sgd(start, per_replica.sum(1), 0.1, momentum, nesterov, decay)
-    np.testing.assert_allclose(variable.numpy(), expected, rtol=1e-12)
+    assert_allclose(variable.numpy(), expected, rtol=1e-12)
     assert optimizer.iterations.numpy() == 5
     if momentum:
         assert optimizer.slot(variable, "momentum").shape == (3,)
@@ -51,7 +52,7 @@ def test_adam_is_the_published_rule(strategy, rank, size):
         m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
         m_hat, v_hat = m / (1 - 0.9 ** (step + 1)), v / (1 - 0.999 ** (step + 1))
         w = w - 0.01 * m_hat / (np.sqrt(v_hat) + 1e-8)
-    np.testing.assert_allclose(variable.numpy(), w, rtol=1e-10)
+    assert_allclose(variable.numpy(), w, rtol=1e-10)
 
 
 def test_sparse_gradients_accumulate_duplicates(strategy, size):
@@ -122,7 +123,7 @@ def test_gradients_become_arrays_of_the_variables_dtype(strategy, size, gradient
     variable, optimizer = one_variable(strategy, rate=2.0**-20)
     strategy.run(lambda: optimizer.apply_gradients([(gradient, variable)]))
     expected = 1 - np.array([1, 2], np.float32) * np.float32(2.0**-20 * size)
-    np.testing.assert_array_equal(variable.numpy(), expected)
+    assert_array_equal(variable.numpy(), expected)
 
 
 @pytest.mark.parametrize(
@@ -441,6 +442,7 @@ def test_what_is_no_list_of_pairs_is_refused(strategy, size):
 
 
 @pytest.mark.fast
+@pytest.mark.host_memory
 def test_warm_steps_check_nothing_again(strategy, monkeypatch):
     variable, optimizer = one_variable(strategy, momentum=0.5)
 

@@ -8,6 +8,7 @@ from mpi4py import MPI
 
 import mpistrat as ms
 from mpistrat.errors import CollectiveMismatchError
+from tests.devices import assert_allclose
 
 OPTIMIZERS = {
     "sgd": lambda: ms.optimizers.SGD(0.1),
@@ -57,12 +58,12 @@ def test_steps_equal_those_of_one_replica(name, parts, size):
     for number in range(5):
         coordinator.schedule(step, (number, table, bias, optimizer)).fetch()
         step(number, *expected)
-    np.testing.assert_allclose(table.numpy(), expected[0].numpy(), rtol=1e-12)
-    np.testing.assert_allclose(bias.numpy(), expected[1].numpy(), rtol=1e-6)
+    assert_allclose(table.numpy(), expected[0].numpy(), rtol=1e-12)
+    assert_allclose(bias.numpy(), expected[1].numpy(), rtol=1e-6)
     assert optimizer.iterations.numpy() == 5
     for slot in expected[2]._rule.kernel.slots:
         theirs = expected[2].slot(expected[0], slot).numpy()
-        np.testing.assert_allclose(optimizer.slot(table, slot).numpy(), theirs, rtol=1e-12)
+        assert_allclose(optimizer.slot(table, slot).numpy(), theirs, rtol=1e-12)
     assert repr(optimizer).startswith(f"<{type(optimizer).__name__}")
     strategy.close()
 
@@ -98,7 +99,7 @@ def test_rates_of_the_rank_that_takes_the_step(size):
     coordinator = ms.coordinator.ClusterCoordinator(strategy)
     before = table.numpy()
     coordinator.schedule(late_rate, (optimizer, table, 2.0)).fetch()
-    np.testing.assert_allclose(table.numpy(), before - 2.0)
+    assert_allclose(table.numpy(), before - 2.0)
     strategy.close()
 
 
@@ -155,9 +156,9 @@ def test_averages_and_sums_by_hand(size):
         return
     coordinator = ms.coordinator.ClusterCoordinator(strategy)
     coordinator.schedule(accumulate, (table, optimizer)).fetch()
-    np.testing.assert_allclose(table.numpy(), np.arange(14.0).reshape(7, 2) - 0.6)
+    assert_allclose(table.numpy(), np.arange(14.0).reshape(7, 2) - 0.6)
     coordinator.schedule(follow, (average, table, 0.75)).fetch()
-    np.testing.assert_allclose(average.numpy(), np.arange(14.0).reshape(7, 2) - 0.15)
+    assert_allclose(average.numpy(), np.arange(14.0).reshape(7, 2) - 0.15)
     strategy.close()
 
 

@@ -5,6 +5,7 @@ import pytest
 
 import mpistrat as ms
 from mpistrat.optimizers import schedules
+from tests.devices import assert_allclose
 
 
 def job(strategy, schedule):
@@ -37,7 +38,7 @@ def steps(strategy, weight, optimizer, number):
 def test_the_rate_is_that_of_the_step(strategy, schedule):
     weight, optimizer = job(strategy, schedule)
     went = steps(strategy, weight, optimizer, 6)
-    np.testing.assert_allclose(went, [schedule(step) for step in range(6)], atol=1e-12)
+    assert_allclose(went, [schedule(step) for step in range(6)], atol=1e-12)
 
 
 def test_a_resumed_job_goes_on_at_its_rate(strategy, mpi_tmp_path):
@@ -48,7 +49,7 @@ def test_a_resumed_job_goes_on_at_its_rate(strategy, mpi_tmp_path):
     weight, optimizer = job(strategy, schedule)
     ms.Checkpoint(optimizer=optimizer).restore(path).assert_consumed()
     went = steps(strategy, weight, optimizer, 3)
-    np.testing.assert_allclose(went, [schedule(step) for step in (5, 6, 7)], rtol=1e-12)
+    assert_allclose(went, [schedule(step) for step in (5, 6, 7)], rtol=1e-12)
 
 
 def test_a_schedule_is_no_state(strategy, tmp_path):

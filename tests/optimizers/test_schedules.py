@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpistrat.optimizers import schedules
+from tests.devices import assert_allclose
 
 rates = st.floats(1e-9, 1e3)
 shares = st.floats(0, 1)
@@ -69,7 +70,7 @@ def test_warm_up_rises_in_a_line_and_meets_the_fall(start, peak, warmup_steps, d
     without = schedules.CosineDecay(peak, decay_steps, alpha)
     values = curve(schedule, warmup_steps + decay_steps + 10)
     line = np.linspace(start, peak, warmup_steps + 1)
-    np.testing.assert_allclose(values[: warmup_steps + 1], line, rtol=1e-9)
+    assert_allclose(values[: warmup_steps + 1], line, rtol=1e-9)
     assert values[warmup_steps:] == curve(without, decay_steps + 10)
     jumps = np.abs(np.diff(values))
     slope = max(abs(peak - start) / warmup_steps, peak * (1 - alpha) * math.pi / 2 / decay_steps)
@@ -184,4 +185,4 @@ def torch_rates(make, num_steps):
     ids=lambda value: type(value).__name__,
 )
 def test_rates_are_those_of_pytorch(schedule, make):
-    np.testing.assert_allclose(curve(schedule, 30), torch_rates(make, 30), rtol=1e-9)
+    assert_allclose(curve(schedule, 30), torch_rates(make, 30), rtol=1e-9)

@@ -10,6 +10,7 @@ from mpi4py import MPI
 import mpistrat as ms
 from mpistrat.checkpoint.reader import open_checkpoint
 from mpistrat.sharding import part_lengths
+from tests.devices import array_equal, assert_allclose
 from tests.fast_paths import thorough_but
 from tests.helpers import as_bytes, triangle
 
@@ -102,7 +103,7 @@ def test_each_rank_keeps_its_part_of_the_slots(strategy, rank, size):
     assert slot.shape == (3,)
     assert len(slot.part) == len(slot.row_range) == part_lengths(3, size)[rank]
     assert slot.numpy().tobytes() == slot.value().tobytes() == slot[:].tobytes()
-    assert np.array_equal(slot.lookup([2, 0]), slot.numpy()[[2, 0]])
+    assert array_equal(slot.lookup([2, 0]), slot.numpy()[[2, 0]])
     slot.assign(np.arange(3.0))
     assert slot.part.tolist() == list(slot.row_range)
     with strategy.scope():
@@ -116,7 +117,7 @@ def test_gradients_that_are_summed_already(strategy, rank, size):
     ones = np.ones((700, 700), "f4")
     for _ in range(2):
         momentum.apply_gradients([(ones, variables["matrix"])])
-    np.testing.assert_allclose(before - variables["matrix"].numpy(), 0.29, rtol=1e-4)
+    assert_allclose(before - variables["matrix"].numpy(), 0.29, rtol=1e-4)
     strategy.extended.assert_replicas_agree(variables["matrix"])
 
 
@@ -154,8 +155,8 @@ def test_other_variables_are_as_without(strategy, rank, size):
         momentum = SGD(0.1, momentum=0.9, sharded_slots=True)
     gradients = [(np.full((5, 2), rank + 1.0), table), (1.0, bias)]
     cutting.run(lambda: momentum.apply_gradients(gradients))
-    np.testing.assert_allclose(table.numpy(), -0.1 * triangle(size + 1))
-    np.testing.assert_allclose(bias.numpy(), 1 - 0.1 * size)
+    assert_allclose(table.numpy(), -0.1 * triangle(size + 1))
+    assert_allclose(bias.numpy(), 1 - 0.1 * size)
     assert momentum.slot(table, "momentum").row_range == table.row_range
     cutting.close()
 

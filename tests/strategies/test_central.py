@@ -15,6 +15,8 @@ from mpistrat.sharding import part_lengths
 from mpistrat.testing import launch
 from tests.helpers import as_bytes, result_of, triangle
 
+pytestmark = pytest.mark.host_memory
+
 A = ms.VariableAggregation
 ON_READ = ms.VariableSynchronization.ON_READ
 

@@ -17,6 +17,7 @@ from mpistrat.strategies.elastic import extended
 from mpistrat.strategies.elastic import job as elastic_job
 from mpistrat.strategies.elastic.job import ElasticJob
 from mpistrat.system import units
+from tests.devices import assert_array_equal
 
 NUM_REPLICAS = 5
 RNG = np.random.default_rng(7)
@@ -175,7 +176,7 @@ def test_components_of_any_length_come_back(job, size):
     for number in range(6):
         result = strategy.run(step, args=(number,))
     total = sum(range(1, NUM_REPLICAS + 1)) * sum(10.0 ** (2 * each) for each in range(6))
-    np.testing.assert_array_equal(own.numpy(), np.full(size, total))
+    assert_array_equal(own.numpy(), np.full(size, total))
     strategy.barrier()
     strategy.barrier()
     ids = [int(each[0]) for each in strategy.experimental_local_results(result[0])]
@@ -203,9 +204,9 @@ def test_added_gradients_are_kept(job, inside):
             strategy.run(lambda: accumulator.apply(sgd))
         else:
             [(gradient, _)] = accumulator.grads_and_vars()
-            np.testing.assert_array_equal(gradient, np.full(2, 111.0 * total))
+            assert_array_equal(gradient, np.full(2, 111.0 * total))
             accumulator.apply(sgd)
-        np.testing.assert_array_equal(weight.numpy(), np.full(2, -111.0 * total * step))
+        assert_array_equal(weight.numpy(), np.full(2, -111.0 * total * step))
     strategy.run(add, args=(0,))
     accumulator.reset()
     assert strategy.reduce("sum", strategy.run(lambda: accumulator.num_added)) == 0

@@ -8,6 +8,7 @@ import pytest
 
 import mpistrat as ms
 from mpistrat.errors import ContextError, OutOfRangeError
+from tests import devices
 from tests.helpers import filenames, triangle
 
 ON_READ = ms.VariableSynchronization.ON_READ
@@ -351,9 +352,11 @@ def test_run_steps_refuses(strategy):
 
 def test_properties_of_the_extended_strategy(strategy, rank, size):
     extended = strategy.extended
-    devices = tuple(f"/job:worker/replica:0/task:{r}/device:CPU:0" for r in range(size))
-    assert extended.worker_devices == devices
-    assert extended.parameter_devices == devices
+    expected = tuple(
+        f"/job:worker/replica:0/task:{r}/device:{devices.name()}:0" for r in range(size)
+    )
+    assert extended.worker_devices == expected
+    assert extended.parameter_devices == expected
     assert extended.experimental_between_graph is True
     assert extended.experimental_should_init is True
     assert extended.experimental_require_static_shapes is False
@@ -370,7 +373,7 @@ def test_worker_devices_are_destinations(strategy, rank, size):
 def test_devices_of_a_replica(strategy):
     def fn():
         with deprecated("ReplicaContext.devices"):
-            assert ms.get_replica_context().devices == ("cpu:0",)
+            assert ms.get_replica_context().devices == (f"{devices.kind()}:0",)
 
     strategy.run(fn)
 

@@ -7,6 +7,7 @@ import pytest
 
 import mpistrat as ms
 from mpistrat.errors import ContextError
+from tests.devices import assert_array_equal
 from tests.helpers import result_of
 
 
@@ -27,9 +28,9 @@ def test_collectives_outside_of_run_are_those_of_the_replica_context(strategy, r
         for value in (own, ms.PerReplica(own), {"x": own}):
             found = getattr(strategy, name)(*before, value, *after)
             found = found["x"] if isinstance(value, dict) else found
-            np.testing.assert_array_equal(found, expected)
+            assert_array_equal(found, expected)
         with strategy.scope():
-            np.testing.assert_array_equal(getattr(strategy, name)(*before, own, *after), expected)
+            assert_array_equal(getattr(strategy, name)(*before, own, *after), expected)
         with pytest.raises(ContextError, match=rf"get_replica_context\(\)\.{name}\(\)"):
             strategy.run(lambda n=name, b=before, a=after: getattr(strategy, n)(*b, own, *a))
 
@@ -69,7 +70,7 @@ def test_rows_of_a_table_that_is_cut_by_ranks(rank, size):
     assert len(table.row_ranges) == size
     table.assign_part(np.full((len(table.row_range), 3), rank, np.float32))
     expected = np.repeat([other for other in range(size) for _ in table.row_ranges[other]], 3)
-    np.testing.assert_array_equal(table.numpy().reshape(-1), expected)
+    assert_array_equal(table.numpy().reshape(-1), expected)
     before = table.numpy()
     own.run(lambda: adam.apply_gradients([(np.ones(table.shape), table)]))
     assert (table.numpy() < before).all()

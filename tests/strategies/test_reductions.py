@@ -42,6 +42,7 @@ def test_mirrored_values(strategy, variable):
         strategy.extended.reduce_to(ms.VariableAggregation.SUM, 1, variable)
 
 
+@pytest.mark.host_memory
 def test_a_refused_device_names_those_there_are_once(strategy):
     with pytest.raises(ValueError, match=r'are on cpu:0\. Use "cpu:0"\.$'):
         strategy.extended.reduce_to("sum", 1, "gpu:0")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
+from tests.devices import assert_allclose
 from tests.tree_reduction import expected_reduction, values_of
 
 ON_READ = ms.VariableSynchronization.ON_READ
@@ -253,7 +254,7 @@ def test_collectives_of_replicas(replicas, num, ids):
         value = np.array([float(number)])
         total = replica.all_reduce("prod", value + 1)
         pulled = ms.gradients.all_reduce_pullback("prod", value + 1, total, np.ones(1))
-        np.testing.assert_allclose(pulled, num * total / (value + 1))
+        assert_allclose(pulled, num * total / (value + 1))
 
     replicas.run(fn)
 
@@ -753,8 +754,8 @@ def test_batch_norm(replicas, num):
     flat = examples.reshape(-1, 2).astype(np.float64)
     expected = (flat - flat.mean(0)) / np.sqrt(flat.var(0) + 1e-3)
     gathered = replicas.gather(result, 0)
-    np.testing.assert_allclose(gathered, expected, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(norm.moving_mean.numpy(), flat.mean(0) * 0.01, rtol=1e-4)
+    assert_allclose(gathered, expected, rtol=1e-4, atol=1e-5)
+    assert_allclose(norm.moving_mean.numpy(), flat.mean(0) * 0.01, rtol=1e-4)
     y, _ = norm.forward(examples[0], training=False)
     assert y.shape == (3, 2)
 
@@ -794,7 +795,7 @@ def test_a_checkpoint_keeps_the_components(replicas, num, ids, mpi_tmp_path, ran
     with ms.MPIStrategy(device="cpu", num_replicas=num + 1).scope():
         other = ms.Variable(np.zeros(3, np.float32), synchronization=ON_READ, aggregation=SUM)
     ms.Checkpoint(total=other).restore(path).assert_consumed()
-    np.testing.assert_allclose(other.numpy(), expected_reduction("sum", rows), rtol=1e-6)
+    assert_allclose(other.numpy(), expected_reduction("sum", rows), rtol=1e-6)
     assert len({each.tobytes() for each in other.values}) == 1
 
 

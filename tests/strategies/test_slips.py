@@ -7,6 +7,7 @@ import pytest
 
 import mpistrat as ms
 from mpistrat.errors import CollectiveMismatchError, ScopeWarning
+from tests.devices import assert_array_equal
 
 MEAN = ms.VariableAggregation.MEAN
 ON_READ = ms.VariableSynchronization.ON_READ
@@ -150,7 +151,7 @@ def test_the_default_replica_context_beside_open_replicas_warns(size, kind):
         first = use()
         again = use()
         own.run(use)
-    np.testing.assert_array_equal(first, again)
+    assert_array_equal(first, again)
     found = [str(each.message) for each in given if each.category is ScopeWarning]
     assert len(found) == (size > 1)
     assert all("forgot strategy.run?" in text for text in found)
@@ -219,7 +220,7 @@ def test_gradients_that_were_reduced_are_not_compared_in_replica_context(strateg
         sgd.apply_gradients([(gradient, variable)], skip_gradients_aggregation=True)
 
     strategy.run(step)
-    np.testing.assert_array_equal(variable.numpy(), [-1, -1])
+    assert_array_equal(variable.numpy(), [-1, -1])
 
 
 def uneven_batches(size):

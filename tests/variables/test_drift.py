@@ -212,6 +212,7 @@ def test_merge_call_is_the_way_from_replica_context(strategy, check):
 
 
 @pytest.mark.parametrize("dtype", [np.longdouble, np.clongdouble])
+@pytest.mark.host_memory
 def test_bytes_that_hold_no_value_do_not_count(strategy, check, rank, dtype):
     with strategy.scope():
         variable = ms.Variable(np.ones(8, dtype), name="w")

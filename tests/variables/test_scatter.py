@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import mpistrat as ms
 from mpistrat.variables.scatter import split_into_rounds
+from tests.devices import assert_allclose, assert_array_equal
 from tests.helpers import triangle
 
 Aggregation = ms.VariableAggregation
@@ -60,8 +61,8 @@ def test_slices_are_applied_in_order(method, trailing):
         address = variable.value().__array_interface__["data"]
         result = getattr(variable, method)(ms.IndexedSlices(values, indices))
         expected = one_by_one(method, dense, values, indices)
-        np.testing.assert_array_equal(result, expected)
-        np.testing.assert_array_equal(variable.numpy(), expected)
+        assert_array_equal(result, expected)
+        assert_array_equal(variable.numpy(), expected)
         assert variable.value().__array_interface__["data"] == address
 
 
@@ -102,7 +103,7 @@ def test_replicas_come_in_rank_order(strategy, rank, size):
 def test_mean_divides_the_values_first(strategy, rank, size):
     variable = make(strategy, np.ones(2), Aggregation.MEAN)
     strategy.run(lambda: variable.scatter_add(ms.IndexedSlices([float(rank)], [1])))
-    np.testing.assert_allclose(variable.numpy(), [1, 1 + triangle(size) / size])
+    assert_allclose(variable.numpy(), [1, 1 + triangle(size) / size])
 
 
 @pytest.mark.parametrize("indices", [[0, 3], [-1], [2**40], np.array([2**64 - 1], np.uint64)])
@@ -221,11 +222,11 @@ def test_batch_scatter_update(strategy, rank, batch, trailing):
     for at in np.ndindex(indices.shape):
         expected[(*at[:-1], indices[at])] = values[at]
     slices = ms.IndexedSlices(values, indices, shape)
-    np.testing.assert_array_equal(variable.batch_scatter_update(slices), expected)
+    assert_array_equal(variable.batch_scatter_update(slices), expected)
     # In replica context rank 0's slices count.
     mine = ms.IndexedSlices(values * (rank + 2), indices)
     strategy.run(lambda: variable.batch_scatter_update(mine))
-    np.testing.assert_array_equal(variable.numpy(), expected * 2)
+    assert_array_equal(variable.numpy(), expected * 2)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,12 @@
 """NCCL by MPI, for a communicator of this process alone or of all processes."""
 
 import ctypes
+import threading
+import time
 
 import numpy as np
 
+from .._array import GARBAGE
 from . import _streams
 
 available = True
@@ -43,16 +46,15 @@ class NcclCommunicator:
     def allReduce(self, sendbuf, recvbuf, count, datatype, op, stream):  # noqa: N802
         def work():
             source, target = self._arrays(sendbuf, recvbuf, count, datatype)
-            self._comm.Allreduce(source, target, self._op(op))
+            self._wait(self._comm.Iallreduce(source, target, self._op(op)), target)
 
         self._queue(work, stream)
 
     def reduce(self, sendbuf, recvbuf, count, datatype, op, root, stream):
         def work():
             source, target = self._arrays(sendbuf, recvbuf, count, datatype)
-            self._comm.Reduce(
-                source, target if self._comm.rank == root else None, self._op(op), root
-            )
+            found = target if self._comm.rank == root else None
+            self._wait(self._comm.Ireduce(source, found, self._op(op), root), target)
 
         self._queue(work, stream)
 
@@ -61,6 +63,24 @@ class NcclCommunicator:
             raise NcclError("NCCL_ERROR_INVALID_USAGE: the communicator was aborted")
         work.waits_for_others = True
         _streams[stream].add(work)
+
+    def _wait(self, request, target):
+        for _ in range(1000):
+            if request.Test():
+                return
+        ended = threading.Lock()
+        ended.acquire()
+
+        def poll():
+            while not request.Test():
+                if self._is_aborted:  # the kernel ends, whatever it has written
+                    target.view(np.uint8).fill(GARBAGE)
+                    break
+                time.sleep(1e-4)
+            ended.release()
+
+        threading.Thread(target=poll, daemon=True).start()
+        ended.acquire()  # like a wait in C, it is not ended by an exception for this thread
 
     def _arrays(self, sendbuf, recvbuf, count, datatype):
         dtype = np.dtype(_DTYPES[datatype])
