@@ -89,10 +89,8 @@ class ufunc:  # noqa: N801
         return out
 
     def _check(self, host):
-        # A dtype of which no loop takes it, not even as a wider one.
-        takes = {loop.partition("->")[0][0] for loop in self.types} - {
-            "E"
-        }  # bfloat16, with ml_dtypes
+        # A dtype of which no loop takes it, not even as a wider one. E is bfloat16, with ml_dtypes.
+        takes = {loop.partition("->")[0][0] for loop in self.types} - {"E"}
         for dtype in _dtypes_of(host):
             if dtype.name == "bfloat16" or not any(np.can_cast(dtype, char) for char in takes):
                 raise TypeError(f"Wrong type ({dtype}) of arguments for cupy_{self.name}")
