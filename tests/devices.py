@@ -8,6 +8,7 @@ import pytest
 
 import mpistrat as ms
 from mpistrat import cuda_api
+from mpistrat.arrays import address_of
 
 _chosen = "cpu"
 
@@ -46,14 +47,23 @@ def on_host(value):
     """Return `value`, also arrays inside of lists, as NumPy arrays."""
     if isinstance(value, list | tuple):
         return type(value)(on_host(each) for each in value)
+    if kind() == "cpu":
+        return value
     if hasattr(type(value), "__cupy_get_ndarray__"):
         value = value.__cupy_get_ndarray__()
-    return value.get() if kind() == "gpu" and hasattr(value, "get") else value
+    return value.get() if hasattr(value, "get") else value
 
 
 def placed(array):
     """Return `array` on the device, as an operand of what lies there."""
     return current_namespace().asarray(array) if isinstance(array, np.ndarray) else array
+
+
+def shares_memory(first, second):
+    """Return whether two arrays or numbers share memory, on the device whether they begin together."""
+    if kind() == "cpu":
+        return np.shares_memory(first, second)
+    return address_of(first) == address_of(second)
 
 
 def current_namespace():

@@ -173,6 +173,8 @@ class ndarray:  # noqa: N801
             (kwargs["out"],) = kwargs["out"]
         if method == "reduce":
             raise NotImplementedError(f"numpy.{ufunc.__name__}.reduce of a CuPy array")
+        if ufunc.__name__ in _COMPARISONS:  # NumPy passes its scalars as arrays there
+            inputs = [each.item() if _is_number(each) else each for each in inputs]
         return function(*inputs, **kwargs)
 
     def __array_function__(self, function, types, args, kwargs):
@@ -293,6 +295,13 @@ def check_device(array):
             f"The device where the array resides ({array._device_id}) is different from the current "
             f"device ({cuda.current_device_id()}). Peer access is unavailable between these devices."
         )
+
+
+_COMPARISONS = ("greater", "greater_equal", "less", "less_equal", "equal", "not_equal")
+
+
+def _is_number(value):
+    return isinstance(value, np.ndarray) and not value.ndim
 
 
 def operand(value):
