@@ -29,6 +29,11 @@ def name():
     return kind().upper()
 
 
+def index(rank):
+    """Return the number of the device of a rank, all on one node."""
+    return rank % max(cuda_api.count_gpus(), 1) if kind() == "gpu" else 0
+
+
 def without_host_dtypes(dtypes):
     """Return parameters of a test, of which those that CuPy lacks are about host memory."""
     return [
@@ -60,7 +65,7 @@ def placed(array):
 
 
 def shares_memory(first, second):
-    """Return whether two arrays or numbers share memory, on the device whether they begin together."""
+    """Return whether two arrays share memory, or on a device whether they begin together."""
     if kind() == "cpu":
         return np.shares_memory(first, second)
     return address_of(first) == address_of(second)

@@ -1,7 +1,8 @@
 import pytest
 
 import mpistrat as ms
-from mpistrat.strategies.reductions import Place, format_device, parse_place
+from mpistrat.arrays import Device
+from mpistrat.strategies.reductions import Place, parse_place
 
 
 @pytest.mark.parametrize("text", ["SUM", "sum", "Sum"])
@@ -34,7 +35,7 @@ def test_bad_options():
         ("cuda:1", Place(None, "gpu", 1)),
         ("/job:worker/task:3/device:GPU:0", Place(3, "gpu", 0)),
         ("/job:worker/replica:0/task:0/device:CPU:0", Place(0, "cpu", 0)),
-        (format_device(2, "gpu", 1), Place(2, "gpu", 1)),
+        (Device("gpu", 1).on_task(2), Place(2, "gpu", 1)),
     ],
 )
 def test_device_strings(text, place):

@@ -215,6 +215,8 @@ class DeviceCapabilities:
     """Why NCCL cannot be used; empty where it can."""
     link: Link | None = None
     """The communicator of NCCL, where it can be used."""
+    of_ranks: Sequence[Device] = ()
+    """The device of each rank, empty where all are like that of this one."""
 
     @classmethod
     def solo(cls, device: Device) -> DeviceCapabilities:
@@ -227,6 +229,10 @@ class DeviceCapabilities:
     def some_have_devices(self) -> bool:
         """Whether any rank computes on a device, the same on all ranks."""
         return self.copier is not None or bool(self.why_not_mpi)
+
+    def device_of(self, rank: int) -> Device:
+        """Return on which device a rank computes."""
+        return self.of_ranks[rank] if self.of_ranks else self.device
 
     def places(self, arrays: Sequence[Array]) -> tuple[bool, ...]:
         """Return which of `arrays` are in device memory, and travel as such; ``()``: none."""

@@ -25,7 +25,6 @@ from mpistrat.user_warnings import empty_parts
 from mpistrat.values import DistributedValues, IndexedSlices, PerReplica
 from mpistrat.variables import SyncOnReadVariable, Variable, can_cast
 from mpistrat.variables.scatter import split_into_rounds
-from mpistrat.variables.writes import on_host
 
 __all__ = [
     "agree_on_gradients",
@@ -274,7 +273,9 @@ def agree_on_gradients(
     frame = context.current()
     is_replica = frame is not None and frame.kind is context.Kind.REPLICA
     if not is_replica and not _are_equal.get():
-        call.include_values(on_host(_arrays_of(leaves)))
+        # To copy gradients from a device would take longer than the step.
+        on_host = [each for each in _arrays_of(leaves) if isinstance(each, np.ndarray)]
+        call.include_values(on_host)
     call.agree("gradients as they are", nests.signature(structure), sparse, parameters)
     return gradients
 

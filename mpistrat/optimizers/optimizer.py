@@ -194,8 +194,9 @@ class Optimizer(RefusesOtherNames, Hinted, Trackable, abc.ABC, metaclass=HintedO
 
         In replica context the gradients are summed over replicas first, small ones in one
         message. In cross-replica context, and outside every scope with the variables of a
-        strategy, they are the mirrored gradients themselves. **Collective**: every rank gives
-        the same variables in the same order.
+        strategy, they are the mirrored gradients themselves, which the ranks compare: their values
+        in host memory, but only shapes and dtypes of device arrays. **Collective**: every rank
+        gives the same variables in the same order.
 
         Parameters
         ----------

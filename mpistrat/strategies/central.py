@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpistrat import context
+from mpistrat.arrays import Device
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.collectives.objects import broadcast_object
 from mpistrat.mpi.world import World
@@ -16,7 +17,6 @@ from mpistrat.options import CommunicationOptions
 from mpistrat.strategies.extended import StrategyExtended
 from mpistrat.strategies.groups import RankGroups
 from mpistrat.strategies.mpi import MPIStrategy
-from mpistrat.strategies.reductions import format_device
 from mpistrat.values import mirror
 from mpistrat.variables import CentralVariable, Variable, take_node_memory
 
@@ -59,7 +59,7 @@ class CentralExtended(StrategyExtended):
     @property
     def parameter_devices(self) -> tuple[str, ...]:
         """The one device string where variables live: the host memory of the node. Local."""
-        return (format_device(0, "cpu", 0),)
+        return (Device("cpu").on_task(0),)
 
     def update(
         self,

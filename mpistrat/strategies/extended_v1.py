@@ -16,7 +16,7 @@ from mpistrat.collectives.collectives import Collectives
 from mpistrat.context import call_in_update_context
 from mpistrat.errors import ContextError, OutOfRangeError, warn_deprecated
 from mpistrat.options import ReduceOpLike
-from mpistrat.strategies.reductions import Destination, format_device, parse_destination
+from mpistrat.strategies.reductions import Destination, parse_destination
 from mpistrat.values import Mirrored, PerReplica, unwrap_mirrored
 from mpistrat.variables import Variable
 
@@ -177,8 +177,8 @@ class ExtendedV1(abc.ABC):
     @property
     def worker_devices(self) -> tuple[str, ...]:
         """The device string of each rank's replica. Local."""
-        size = self._layout.num_ranks
-        return tuple(format_device(r, self.device.kind, self.device.index) for r in range(size))
+        device_of = self._collectives.capabilities.device_of
+        return tuple(device_of(rank).on_task(rank) for rank in range(self._layout.num_ranks))
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ import functools
 import logging
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mpistrat import context
@@ -356,7 +357,8 @@ def _open_devices(
         return DeviceCapabilities(Device("cpu"))
     with AllOrNone(channel, "MPIStrategy"):
         devices = choose_devices(offers, world.node_of_rank, chosen.share_gpus)
-    return open_device_capabilities(world, devices[world.rank], chosen.cuda_aware)
+    found = open_device_capabilities(world, devices[world.rank], chosen.cuda_aware)
+    return replace(found, of_ranks=devices)
 
 
 @functools.cache

@@ -24,7 +24,6 @@ from mpistrat.variables import MirroredVariable, ShardedVariable, Variable
 
 __all__ = [
     "Destination",
-    "format_device",
     "local_components",
     "parse_destination",
     "parse_place",
@@ -84,16 +83,10 @@ def parse_place(text: str, num_tasks: int) -> Place:
     return Place(task, kind, int(match["index"] or 0), is_own)
 
 
-def format_device(task: int, kind: str, index: int) -> str:
-    """Return the full device string of a device on rank `task`."""
-    return Device(kind, index).on_task(task)
-
-
 def parse_destination(call: CollectiveCall, destination: Any, strategy: Any) -> Place | None:
     """Return the place that a device string names, ``None`` for where the replicas are."""
     if isinstance(destination, str):
-        extended = strategy.extended
-        return _named_place(call, destination, extended.device, extended._layout.num_ranks)
+        return _named_place(call, destination, strategy.extended)
     if destination is None:
         raise ValueError(
             f"{call.kind}: destinations is None. Give a variable, a distributed value, an array "
@@ -112,8 +105,11 @@ def parse_destination(call: CollectiveCall, destination: Any, strategy: Any) -> 
     )
 
 
-def _named_place(call: CollectiveCall, text: str, device: Device, num_tasks: int) -> Place:
-    where = parse_place(text, num_tasks)
+def _named_place(call: CollectiveCall, text: str, extended: Any) -> Place:
+    where = parse_place(text, extended._layout.num_ranks)
+    device = extended.device
+    if where.task is not None:
+        device = extended._collectives.capabilities.device_of(where.task)
     if where.is_own and device.kind == "gpu":
         where = dataclasses.replace(where, index=device.index)
     if (where.kind, where.index) not in (("cpu", 0), (device.kind, device.index)):

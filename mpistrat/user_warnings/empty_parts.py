@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from mpistrat.arrays import is_array
+from mpistrat.pytorch import is_tensor
 from mpistrat.user_warnings.once import warn_once
 
 __all__ = ["note_part", "of_replicas", "warn_of_nan"]
@@ -47,9 +49,9 @@ def warn_of_nan(replica: int, named: Iterable[tuple[str, Any]]) -> None:
 
 
 def _has_nan(array: Any) -> bool:
-    if not isinstance(array, np.ndarray | np.generic | float | complex):
+    if not (is_array(array) or is_tensor(array) or isinstance(array, float | complex)):
         return False
-    values = np.asarray(array)
-    if values.dtype.kind in "biuSUOMm" or values.dtype.names:
+    values = np.asarray(array) if isinstance(array, float | complex | np.generic) else array
+    if not is_tensor(values) and (values.dtype.kind in "biuSUOMm" or values.dtype.names):
         return False
     return bool((values != values).any())  # bfloat16 too, which isnan may not know

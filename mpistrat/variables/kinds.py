@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat import context
-from mpistrat.arrays import Array, namespace_of, pieces
+from mpistrat.arrays import Array, host_view, namespace_of, pieces
 from mpistrat.collectives.collectives import CollectiveCall, Collectives
 from mpistrat.options import ReduceOp, VariableAggregation
 from mpistrat.user_warnings import empty_parts
@@ -21,7 +21,7 @@ __all__ = ["MirroredVariable", "SyncOnReadVariable", "WrittenTogether"]
 def warn_of_nan(variable: Variable, write: Write, checked: Any) -> None:
     """Warn if the replica that runs writes a NaN because its part of a batch is empty."""
     if empty_parts.of_replicas:
-        named = [(f"{write.how} of {variable.name!r}", each) for each in write.host_arrays(checked)]
+        named = [(f"{write.how} of {variable.name!r}", each) for each in write.arrays(checked)]
         empty_parts.warn_of_nan(variable.strategy.extended._layout.replica_id, named)
 
 
@@ -60,7 +60,7 @@ class WrittenTogether(Variable):
                 )
             checked = write.checked(self._target, value)
             own = self._apart(self._own(checked))
-            call.include_values(write.host_arrays(checked))
+            call.include_values(map(host_view, write.arrays(checked)))
             call.agree("one value", write.signature(checked))
         return own
 
@@ -148,7 +148,7 @@ class SyncOnReadVariable(Variable, kind="on_read"):
                 )
             checked = write.checked(self._target, value)
             share = self._share(checked)
-            call.include_values(write.host_arrays(checked))
+            call.include_values(map(host_view, write.arrays(checked)))
             call.agree("one value", write.signature(share))
         write.apply(self._storage, share)
 

@@ -16,7 +16,7 @@ from mpistrat.arrays import Array, host_view, namespace_of
 from mpistrat.collectives.collectives import CollectiveCall
 from mpistrat.options import VariableAggregation
 from mpistrat.values import DistributedValues, IndexedSlices
-from mpistrat.variables.writes import Target, Write, cast_to, check_arithmetic, on_host
+from mpistrat.variables.writes import Target, Write, cast_to, check_arithmetic
 
 __all__ = ["ADD_ROWS", "SLICE_WRITES", "RowWrites", "SliceWrite", "split_into_rounds"]
 
@@ -89,9 +89,9 @@ class SliceWrite:
         """Return dtype and shape of the rows."""
         return (str(value.values.dtype), tuple(value.values.shape))
 
-    def host_arrays(self, value: IndexedSlices) -> list[np.ndarray]:
-        """Return row numbers and rows, as far as they lie in host memory."""
-        return on_host([value.indices, value.values])
+    def arrays(self, value: IndexedSlices) -> list[Array]:
+        """Return row numbers and rows."""
+        return [value.indices, value.values]
 
     def contribution(self, call: CollectiveCall, target: Target, value: IndexedSlices) -> Any:
         """Return what this replica adds to the slices of all, by `target.aggregation`."""

@@ -117,7 +117,8 @@ class ShardedVariable(SavedInPieces, WrittenTogether, kind="sharded"):
     @property
     def devices(self) -> tuple[str, ...]:
         """The full device string of each part, as of `device`. Local."""
-        return tuple(map(self._target.device.on_task, range(self._partition.num_parts)))
+        devices: tuple[str, ...] = self.strategy.extended.worker_devices
+        return devices[: self._partition.num_parts]
 
     def lookup(self, ids: npt.ArrayLike) -> Array:
         """Return rows by their numbers, in new memory on the device.

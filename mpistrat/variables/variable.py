@@ -323,7 +323,7 @@ class Variable(RowWrites, RowReads, metaclass=_MadeTogether):
         What that means depends on the kind of variable, the context and `aggregation`: see the
         guide's page on variables, also for what is compared. **Collective** for mirrored variables
         but in update context, and for SyncOnRead ones in cross-replica context. In cross-replica
-        context the ranks compare digests of `value`, but of device arrays only shape and dtype.
+        context the ranks compare digests of `value`, and copy a device array to the host for that.
 
         Returns
         -------

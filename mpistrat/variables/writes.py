@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,7 +27,6 @@ __all__ = [
     "check_arithmetic",
     "check_modes",
     "numeric",
-    "on_host",
 ]
 
 _KINDS = "biufc"
@@ -209,8 +208,8 @@ class Write(Protocol):
     def signature(self, value: Any) -> tuple[Any, ...]:
         """Return what ranks that give one value for all must agree on, besides the values."""
 
-    def host_arrays(self, value: Any) -> list[np.ndarray]:
-        """Return the arrays of a checked `value` that lie in host memory, to compare them."""
+    def arrays(self, value: Any) -> list[Array]:
+        """Return the arrays of a checked `value`, to compare them."""
 
     def merged(self, call: CollectiveCall, target: Target, value: Any) -> Any:
         """Return the one value that the replicas' values amount to. **Collective**."""
@@ -249,9 +248,9 @@ class DenseWrite:
         """Return dtype and shape."""
         return (str(value.dtype), tuple(value.shape))
 
-    def host_arrays(self, value: Array) -> list[np.ndarray]:
-        """Return the value, or an empty list if it is in device memory."""
-        return on_host([value])
+    def arrays(self, value: Array) -> list[Array]:
+        """Return the value."""
+        return [value]
 
     def merged(self, call: CollectiveCall, target: Target, value: Array) -> Array:
         """Return rank 0's value, or the sum or mean. **Collective**."""
@@ -263,11 +262,6 @@ class DenseWrite:
     def apply(self, storage: Array, value: Array) -> None:
         """Write to `storage` in place."""
         self.apply_to(storage, value)
-
-
-def on_host(arrays: Iterable[Array]) -> list[np.ndarray]:
-    """Return those of `arrays` whose bytes can be compared without a copy from a device."""
-    return [array for array in arrays if isinstance(array, np.ndarray)]
 
 
 _NUMBERS = {float: "d", np.float64: "d", int: "l"}

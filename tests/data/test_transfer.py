@@ -17,6 +17,8 @@ from tests.fake_cuda import Cuda
 
 GPU = Device("gpu")
 
+pytestmark = pytest.mark.host_memory  # these bring a GPU of their own
+
 
 @pytest.fixture
 def cuda(monkeypatch):
@@ -35,7 +37,6 @@ def cuda(monkeypatch):
 
 
 @pytest.mark.parametrize("prefetch", [None, 1, 3])
-@pytest.mark.host_memory
 def test_batches_are_there_when_they_are_handed_out(cuda, strategy, rank, size, prefetch):
     numbers = np.arange(22 * size)
     dataset = Dataset.from_arrays({"x": numbers, "y": numbers[:, None] * 0.5}).batch(4 * size)

@@ -353,7 +353,8 @@ def test_run_steps_refuses(strategy):
 def test_properties_of_the_extended_strategy(strategy, rank, size):
     extended = strategy.extended
     expected = tuple(
-        f"/job:worker/replica:0/task:{r}/device:{devices.name()}:0" for r in range(size)
+        f"/job:worker/replica:0/task:{r}/device:{devices.name()}:{devices.index(r)}"
+        for r in range(size)
     )
     assert extended.worker_devices == expected
     assert extended.parameter_devices == expected
@@ -370,10 +371,11 @@ def test_worker_devices_are_destinations(strategy, rank, size):
         assert (reduced == size) if r == rank else (reduced is None)
 
 
-def test_devices_of_a_replica(strategy):
+def test_devices_of_a_replica(strategy, rank):
     def fn():
         with deprecated("ReplicaContext.devices"):
-            assert ms.get_replica_context().devices == (f"{devices.kind()}:0",)
+            found = ms.get_replica_context().devices
+        assert found == (f"{devices.kind()}:{devices.index(rank)}",)
 
     strategy.run(fn)
 

@@ -91,7 +91,7 @@ def test_ufunc_at_does_not_write_to_a_variable(strategy):
         np.add.at(variable, [0], 1.0)
     assert (variable.numpy() == 0).all()
     target = np.zeros(3)
-    np.add.at(target, [0, 1, 1], variable + 1)
+    np.add.at(target, [0, 1, 1], variable.numpy() + 1)
     assert target.tolist() == [1, 2, 0]
 
 

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
+from tests.devices import assert_array_equal
 from tests.helpers import triangle
 
 
@@ -94,7 +95,7 @@ def test_plain_values_of_an_update_are_compared(strategy, variable, rank, size, 
     if size > 1:
         with pytest.raises(ms.errors.CollectiveMismatchError, match=r"update of(?s:.)*broadcast"):
             update(np.full(2, rank))
-    np.testing.assert_array_equal(variable.values[0], [3, 3])
+    assert_array_equal(variable.values[0], [3, 3])
 
 
 def test_an_update_of_what_differs_by_nature_takes_any_values(strategy, rank):

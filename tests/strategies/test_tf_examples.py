@@ -106,7 +106,8 @@ def test_values_for_each_worker_device(strategy, rank):
         lambda context: on_devices[context.replica_id_in_sync_group]
     )
     device, one = local(strategy, values)
-    assert device == f"/job:worker/replica:0/task:{rank}/device:{devices.name()}:0"
+    place = f"/job:worker/replica:0/task:{rank}/device:{devices.name()}:{devices.index(rank)}"
+    assert device == place
     assert one == 1.0
 
 
