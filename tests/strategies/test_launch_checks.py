@@ -11,6 +11,8 @@ from mpistrat.mpi.world import open_world
 from mpistrat.strategies import mpi
 from mpistrat.strategies.devices import Offer
 
+pytestmark = pytest.mark.host_memory  # these bring GPUs of their own
+
 
 @pytest.fixture
 def strict(monkeypatch):
