@@ -116,6 +116,12 @@ class Device:
         context: contextlib.AbstractContextManager[Any] = cuda_api.cupy().cuda.Device(self.index)
         return context
 
+    def synchronize(self) -> None:
+        """Wait until it has done all that this process has queued."""
+        if self.kind == "gpu":
+            with self.current():
+                cuda_api.cupy().cuda.runtime.deviceSynchronize()
+
     def gpu_identity(self) -> str:
         """Return a text that identifies a GPU within the job."""
         uuid = bytes(cuda_api.cupy().cuda.runtime.getDeviceProperties(self.index)["uuid"]).hex()

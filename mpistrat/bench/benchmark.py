@@ -58,6 +58,8 @@ class Choices:
     """Examples in files, for benchmarks that read some."""
     num_ranks: int = 2
     """Ranks of the jobs that a benchmark starts itself."""
+    device: str = "cpu"
+    """As for `MPIStrategy`, for benchmarks that run on devices."""
 
 
 @dataclass(frozen=True)
@@ -258,6 +260,8 @@ class Benchmark:
     """The default number of examples to read; 0 where the benchmark reads none."""
     starts_ranks: bool = False
     """Whether it starts the ranks that it measures."""
+    runs_on_devices: bool = False
+    """Whether it can measure arrays in the memory of devices."""
 
     def draw(self, tables: Mapping[str, Sequence[Row]], heading: str, path: Path) -> None:
         """Draw the pictures of all `tables` that there are into one PNG, or raise `ValueError`."""

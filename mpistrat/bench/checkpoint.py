@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat import hdf5
+from mpistrat.arrays import is_on_host, namespace_of
 from mpistrat.bench.benchmark import (
     RESULTS,
     Bars,
@@ -60,7 +61,7 @@ _Candidates = dict[str, _Candidate]
 
 def measure(choices: Choices) -> Findings:
     """Time saving and restoring of float32 variables. **Collective**."""
-    strategy = MPIStrategy(device="cpu")
+    strategy = MPIStrategy(device=choices.device)
     collectives = strategy.extended._collectives
     rows = []
     for model, shapes in _MODELS.items():
@@ -89,8 +90,8 @@ class _Comparison:
     def __init__(
         self, variables: Mapping[str, Variable], folder: Path, collectives: Collectives
     ) -> None:
-        self.arrays = {name: variable._storage for name, variable in variables.items()}
-        self._copies = {name: array.copy() for name, array in self.arrays.items()}
+        self._arrays = {name: variable._storage for name, variable in variables.items()}
+        self._copies = _on_host({name: array.copy() for name, array in self._arrays.items()})
         self._checkpoint = Checkpoint(**variables)
         self._folder = folder
         self._is_root = collectives.rank == 0
@@ -100,6 +101,10 @@ class _Comparison:
 
     def _on_root(self, call: Callable[[], object]) -> Callable[[], object]:
         return call if self._is_root else lambda: None
+
+    def _placed(self, arrays: Mapping[str, np.ndarray]) -> list[Any]:
+        """Return arrays that were read where the variables are."""
+        return [namespace_of(self._arrays[name]).asarray(array) for name, array in arrays.items()]
 
     def rows(self) -> Iterator[tuple[str, str, _Candidates]]:
         """Yield what is compared, with the name of the peer by hand. **Collective**."""
@@ -114,12 +119,13 @@ class _Comparison:
         ours = partial(self._checkpoint.write, self._path("ours"), parallel=parallel)
         calls: dict[str, Callable[[], object]] = {
             "ours": ours,
-            "hand": self._on_root(lambda: _write(self._path("hand"), self.arrays)),
+            "hand": self._on_root(lambda: _write(self._path("hand"), _on_host(self._arrays))),
         }
         if not parallel and (safetensors := _safetensors()) is not None:
             path = self._path("safetensors")
-            save = partial(_save_safetensors, safetensors, path, self.arrays)
-            calls["safetensors"] = self._on_root(save)
+            calls["safetensors"] = self._on_root(
+                lambda: _save_safetensors(safetensors, path, _on_host(self._arrays))
+            )
         return {
             name: _Candidate(call, self._on_root(partial(_remove, self._path(name))))
             for name, call in calls.items()
@@ -127,7 +133,7 @@ class _Comparison:
 
     def _stall(self) -> Iterator[tuple[str, str, _Candidates]]:
         manager = CheckpointManager(self._checkpoint, self._folder / "later", 1, asynchronous=True)
-        copy = self._on_root(lambda: _copy(self._copies, self.arrays))
+        copy = self._on_root(lambda: _copy(self._copies, self._arrays))
         candidates = {
             "ours": _Candidate(manager.save, manager.wait),
             "hand": _Candidate(copy, manager.wait),
@@ -138,11 +144,14 @@ class _Comparison:
     def _restores(self, prepare: Callable[[Path], None]) -> _Candidates:
         calls: dict[str, Callable[[], object]] = {
             "ours": lambda: self._checkpoint.restore(self._path("ours")),
-            "hand": lambda: _read(self._path("hand")),
+            "hand": lambda: self._placed(_read(self._path("hand"))),
             "in_place": lambda: _read_into(self._path("hand"), self._copies),
         }
         if (safetensors := _safetensors()) is not None:
-            calls["safetensors"] = lambda: safetensors.load_file(self._path("safetensors"))
+            path = self._path("safetensors")
+            calls["safetensors"] = lambda: self._placed(safetensors.load_file(path))
+        if not all(map(is_on_host, self._arrays.values())):
+            del calls["in_place"]  # h5py reads to host memory only
         files = {"in_place": self._path("hand")}
         return {
             name: _Candidate(
@@ -177,6 +186,7 @@ def _row(candidates: _Candidates, collectives: Collectives, num_samples: int) ->
             collectives.gather_json(None)
             began_s = perf_counter()
             candidate.run()
+            collectives.device.synchronize()
             time_s = max(collectives.gather_json(perf_counter() - began_s))
             if number:
                 samples[name].append(time_s)
@@ -243,9 +253,16 @@ def _save_safetensors(library: Any, path: Path, arrays: Mapping[str, np.ndarray]
         os.fsync(written.fileno())
 
 
-def _copy(targets: Mapping[str, np.ndarray], sources: Mapping[str, np.ndarray]) -> None:
+def _copy(targets: Mapping[str, np.ndarray], sources: Mapping[str, Any]) -> None:
     for name, source in sources.items():
-        np.copyto(targets[name], source)
+        if is_on_host(source):
+            np.copyto(targets[name], source)
+        else:
+            source.get(out=targets[name])
+
+
+def _on_host(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    return {name: each if is_on_host(each) else each.get() for name, each in arrays.items()}
 
 
 def _remove(path: Path) -> None:
@@ -291,4 +308,5 @@ BENCHMARK = Benchmark(
             "seconds",
         ),
     ),
+    runs_on_devices=True,
 )

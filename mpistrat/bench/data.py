@@ -109,7 +109,7 @@ _NUM_STEPS, _WIDTH = 100, 512
 
 def measure(choices: Choices) -> Findings:
     """Time passes of all ranks together over images. **Collective** over COMM_WORLD."""
-    strategy = MPIStrategy(device="cpu")
+    strategy = MPIStrategy(device=choices.device)
     collectives = strategy.extended._collectives
     with tempfile.TemporaryDirectory() as own:
         # Rank 0's folder; on several nodes TMPDIR must name a shared one.
@@ -210,7 +210,7 @@ def _share_of_waiting(strategy: Strategy, path: Path) -> float:
     """Return the share of its time that a rank waits for batches, once warm. **Collective**."""
     dataset = _dataset(path, is_shuffled=True).repeat().prefetch(2)
     batches = iter(strategy.experimental_distribute_dataset(dataset))
-    weight = np.ones((32 * 32 * 3, _WIDTH), np.float32)
+    weight = strategy.extended.xp.ones((32 * 32 * 3, _WIDTH), dtype=np.float32)
 
     # The forward and backward product of one layer of 512 units.
     def step(image: Any, label: Any) -> None:
@@ -225,6 +225,7 @@ def _share_of_waiting(strategy: Strategy, path: Path) -> float:
         element = batches.get_next()
         waiting_s += time.perf_counter() - asked
         strategy.run(step, args=element)
+    strategy.extended.device.synchronize()
     share = waiting_s / (time.perf_counter() - began)
     batches.close()
     return share
@@ -279,4 +280,5 @@ BENCHMARK = Benchmark(
         ),
     ),
     num_examples=20_000,
+    runs_on_devices=True,
 )

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from mpistrat.arrays import Device
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.mpi.world import World, library_version
 from mpistrat.settings import environment
@@ -78,11 +79,14 @@ def _with_quartiles(key: str, samples: Sequence[float]) -> dict[str, Any]:
 def take_turns(
     candidates: Mapping[str, Callable[[], object]], collectives: Collectives, num_samples: int
 ) -> Timings:
-    """Time one call of each candidate in each of `num_samples` rounds. **Collective**."""
-    repeats = {}
+    """Time one call of each candidate in each of `num_samples` rounds. **Collective**.
+
+    A sample ends when the device of `collectives` has done its work.
+    """
+    repeats, device = {}, collectives.device
     for name, call in candidates.items():
         call()
-        once_s = max(collectives.gather_json(_time(call, 3)))
+        once_s = max(collectives.gather_json(_time(call, 3, device)))
         repeats[name] = max(1, round(_TARGET_S / max(once_s, 1e-9)))
     samples: dict[str, list[float]] = {name: [] for name in candidates}
     names = list(candidates)
@@ -92,16 +96,18 @@ def take_turns(
         order.shuffle(names)
         for name in names:
             collectives.gather_json(None)
-            seconds = _time(candidates[name], repeats[name])
+            seconds = _time(candidates[name], repeats[name], device)
             # The time of the slowest rank, so that all ranks get equal numbers.
             samples[name].append(max(collectives.gather_json(seconds)))
     return Timings(samples)
 
 
-def _time(call: Callable[[], object], repeats: int) -> float:
+def _time(call: Callable[[], object], repeats: int, device: Device) -> float:
+    device.synchronize()
     began = time.perf_counter()
     for _ in range(repeats):
         call()
+    device.synchronize()
     return (time.perf_counter() - began) / repeats
 
 

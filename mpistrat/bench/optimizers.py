@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-import numpy as np
-
+from mpistrat.arrays import Device
 from mpistrat.bench.benchmark import (
     RESULTS,
     Bars,
@@ -38,17 +38,21 @@ _LAYOUTS = {"one array": ((NUM_PARAMETERS,),), f"ResNet-50, {len(SHAPES)} arrays
 def measure(choices: Choices) -> Findings:
     """Time one step of each optimizer on 25.6 million float32 parameters. **Collective**."""
     torch = import_torch()
-    collectives = MPIStrategy(device="cpu").extended._collectives
+    strategy = MPIStrategy(device=choices.device)
+    xp, collectives = strategy.extended.xp, strategy.extended._collectives
+    device = collectives.device
+    if torch is not None and device.kind == "gpu" and not torch.cuda.is_available():
+        torch = None
     rows: list[Row] = []
     for layout, shapes in _LAYOUTS.items():
-        gradients = random_arrays(shapes)
+        gradients = [xp.asarray(gradient) for gradient in random_arrays(shapes)]
         for rule, (make, torch_name, options) in _RULES.items():
-            candidates = {"ours": _our_step(make(), gradients)}
+            candidates = {"ours": _our_step(make, gradients, device)}
             if torch is not None:
                 kind = getattr(torch.optim, torch_name)
                 for mode in ("fused", "foreach"):
                     candidates[mode] = _torch_step(torch, kind, {**options, mode: True}, gradients)
-            candidates["copy"] = _copy_of(gradients)
+            candidates["copy"] = _copy_of(xp, gradients)
             timings = take_turns(candidates, collectives, choices.num_samples)
             row = {"optimizer": rule, "layout": layout, "num_parameters": NUM_PARAMETERS}
             row |= timings.medians()
@@ -58,35 +62,40 @@ def measure(choices: Choices) -> Findings:
                 if peer != "ours"
             }
             rows.append(row)
-    missing = () if torch is not None else ("PyTorch is not installed, so it is left out.",)
+    missing = () if torch is not None else (f"There is no PyTorch for {device}: it is left out.",)
     return Findings({RESULTS: rows}, missing)
 
 
-def _our_step(optimizer: Optimizer, gradients: list[np.ndarray]) -> Callable[[], object]:
-    """Return a step on reduced gradients, in cross-replica context."""
-    strategy = OneDeviceStrategy("cpu")
+def _our_step(
+    make: Callable[[], Optimizer], gradients: list[Any], device: Device
+) -> Callable[[], object]:
+    """Return a step of one replica on `device`."""
+    strategy = OneDeviceStrategy(str(device))
     with strategy.scope():
-        variables = [Variable(np.zeros_like(g), name=str(i)) for i, g in enumerate(gradients)]
-    pairs = list(zip(gradients, variables, strict=True))
-    return lambda: optimizer.apply_gradients(pairs)
+        optimizer = make()
+        variables = [Variable(g * 0, name=str(i)) for i, g in enumerate(gradients)]
+    step = partial(optimizer.apply_gradients, list(zip(gradients, variables, strict=True)))
+    # A loop on a device steps inside of run; on the host it makes no difference.
+    return step if device.kind == "cpu" else lambda: strategy.run(step)
 
 
 def _torch_step(
-    torch: Any, kind: Any, options: dict[str, Any], gradients: list[np.ndarray]
+    torch: Any, kind: Any, options: dict[str, Any], gradients: list[Any]
 ) -> Callable[[], object]:
-    parameters = [torch.nn.Parameter(torch.zeros(g.shape)) for g in gradients]
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = torch.from_numpy(gradient)
+    tensors = [torch.from_dlpack(gradient) for gradient in gradients]
+    parameters = [torch.nn.Parameter(torch.zeros_like(tensor)) for tensor in tensors]
+    for parameter, tensor in zip(parameters, tensors, strict=True):
+        parameter.grad = tensor
     step: Callable[[], object] = kind(parameters, **options).step
     return step
 
 
-def _copy_of(arrays: list[np.ndarray]) -> Callable[[], object]:
-    copies = [np.empty_like(array) for array in arrays]
+def _copy_of(xp: Any, arrays: list[Any]) -> Callable[[], object]:
+    copies = [xp.empty_like(array) for array in arrays]
 
     def copy() -> None:
         for target, source in zip(copies, arrays, strict=True):
-            np.copyto(target, source)
+            xp.copyto(target, source)
 
     return copy
 
@@ -121,4 +130,5 @@ BENCHMARK = Benchmark(
             "seconds",
         ),
     ),
+    runs_on_devices=True,
 )

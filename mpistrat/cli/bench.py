@@ -77,6 +77,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="samples for each median (default: %(default)s)",
     )
+    parser.add_argument(
+        "--device",
+        default="cpu",
+        metavar="DEVICE",
+        help='where the arrays are, such as "gpu" (default: %(default)s)',
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument("--output", type=Path, metavar="FILE", help="also write the JSON to FILE")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="also draw the results into PNG")
@@ -119,6 +125,7 @@ def run_benchmark(benchmark: Benchmark, arguments: argparse.Namespace) -> int:
     report: dict[str, Any] = {"benchmark": benchmark.name, **describe_machine(open_world(None))}
     if findings.num_ranks is not None:
         report["num_ranks"] = findings.num_ranks
+    report["device"] = choices.device
     report |= {"samples": choices.num_samples, "notes": findings.notes, **findings.tables}
     if arguments.json:
         print_json(report)
@@ -136,6 +143,7 @@ def run_benchmark(benchmark: Benchmark, arguments: argparse.Namespace) -> int:
 
 
 def _choices(benchmark: Benchmark, arguments: argparse.Namespace) -> Choices:
+    from mpistrat.arrays import Device
     from mpistrat.bench.benchmark import Choices
 
     if arguments.samples < 1:
@@ -151,6 +159,9 @@ def _choices(benchmark: Benchmark, arguments: argparse.Namespace) -> Choices:
         raise ValueError(f"{benchmark.name} reads no examples: leave out --examples.")
     if num_examples is not None and num_examples < 1:
         raise ValueError(f"--examples must be at least 1, not {num_examples}.")
+    Device.parse(arguments.device)
+    if arguments.device != "cpu" and not benchmark.runs_on_devices:
+        raise ValueError(f"{benchmark.name} runs on the host: leave out --device.")
     num_ranks = arguments.ranks
     if getattr(arguments, "best", False) and not benchmark.starts_ranks:
         raise ValueError(f"--best is for allreduce, not for {benchmark.name}.")
@@ -163,6 +174,7 @@ def _choices(benchmark: Benchmark, arguments: argparse.Namespace) -> Choices:
         sizes or benchmark.sizes,
         num_examples or benchmark.num_examples,
         num_ranks or 2,
+        arguments.device,
     )
 
 
@@ -192,7 +204,7 @@ def _heading(report: dict[str, Any]) -> str:
     machine = report["machine"]
     return (
         f"{report['mpi_library']}; {report['num_ranks']} ranks on {report['num_nodes']} node(s) "
-        f"of {machine['cores']} cores ({machine['cpu']})"
+        f"of {machine['cores']} cores ({machine['cpu']}), arrays on {report['device']}"
     )
 
 
@@ -217,5 +229,6 @@ Measure this package on your machine, each time beside what one would use withou
 h5py, gloo). Start it under mpiexec or srun; the figures are medians.
 
   mpistrat run -n 2 -m mpistrat bench allreduce --sizes 8 1048576
+  mpistrat run -n 2 -m mpistrat bench allreduce --device gpu
 """,
 )

@@ -266,3 +266,33 @@ def test_allreduce_is_compared_with_both_raw_calls(run_of):
     for row in report["results"]:
         assert {"raw_s", "in_place_s", "ours_s", "ratio", "in_place_ratio"} <= row.keys()
     assert report["machine"]["cpu"]
+
+
+ON_DEVICES = {"PYTHONPATH": str(ROOT / "tests" / "standin"), "MPISTRAT_SHARE_GPUS": "on"}
+
+
+@pytest.mark.parametrize("name", ["allreduce", "gradients", "optimizers"])
+def test_arrays_on_devices(name, tmp_path):
+    options = ["--sizes", "8", "4096"] if name == "allreduce" else []
+    options += ["--device", "gpu", "--samples", "1", "--output", tmp_path / "report.json"]
+    done = bench(name, *options, env=ON_DEVICES)
+    assert done.returncode == 0, done.stderr
+    assert "arrays on gpu" in done.stdout
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["device"] == "gpu"
+    for row in report["results"]:
+        assert row["ours_s"] > 0
+    if name != "optimizers":
+        assert "Stand-in" in report["notes"][0]
+
+
+def test_what_runs_on_the_host_refuses_devices():
+    done = bench("step", "--device", "gpu", env=ON_DEVICES)
+    assert done.returncode == 2
+    assert done.stderr.strip() == "mpistrat bench: step runs on the host: leave out --device."
+
+
+def test_a_device_that_is_not_there():
+    done = bench("allreduce", "--device", "gpu:3")
+    assert done.returncode == 2
+    assert "asks for GPU 3" in done.stderr
