@@ -34,8 +34,9 @@ def expected_reduction(op, rows):
     """Return the reduction of `rows` in their own dtype, MEAN divided by their number."""
     total = fold_in_tree(FUNCTIONS[op], rows)
     if op == "mean":  # as NumPy means it for reals; complex numbers part by part
-        parts = total.view(total.real.dtype)
-        total = (parts / parts.dtype.type(len(rows))).astype(parts.dtype).view(total.dtype)
+        parts = total.reshape(-1).view(total.real.dtype)
+        mean = (parts / parts.dtype.type(len(rows))).astype(parts.dtype)
+        total = mean.view(total.dtype).reshape(total.shape)
     return total
 
 
