@@ -59,7 +59,6 @@ RESTORE_EACH = textwrap.dedent(f"""
     import random, signal, sys
     import numpy as np
     import mpistrat as ms
-from tests.devices import array_equal
 
     folder, count = sys.argv[1], int(sys.argv[2])
     strategy = ms.MPIStrategy(device="cpu") if sys.argv[3] == "mpi" else ms.get_strategy()
@@ -86,7 +85,7 @@ from tests.devices import array_equal
         states = [random_numbers, np.random.default_rng(number)]
         same = [each.bit_generator.state["state"] for each in states]
         return bool(
-            array_equal(kernel.numpy(), values(number)[0])
+            np.array_equal(kernel.numpy(), values(number)[0])
             and total.numpy() == number and same[0] == same[1]
         )
 
