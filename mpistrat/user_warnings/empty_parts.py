@@ -10,10 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
-
-from mpistrat.arrays import is_array
-from mpistrat.pytorch import is_tensor
 from mpistrat.user_warnings.once import warn_once
 
 __all__ = ["note_part", "of_replicas", "warn_of_nan"]
@@ -48,10 +44,11 @@ def warn_of_nan(replica: int, named: Iterable[tuple[str, Any]]) -> None:
         )
 
 
-def _has_nan(array: Any) -> bool:
-    if not (is_array(array) or is_tensor(array) or isinstance(array, float | complex)):
+def _has_nan(value: Any) -> bool:
+    dtype = getattr(value, "dtype", None)
+    if dtype is None:
+        return isinstance(value, float | complex) and value != value
+    # PyTorch's dtypes have no kind.
+    if getattr(dtype, "kind", "f") in "biuSUOMm" or getattr(dtype, "names", None):
         return False
-    values = np.asarray(array) if isinstance(array, float | complex | np.generic) else array
-    if not is_tensor(values) and (values.dtype.kind in "biuSUOMm" or values.dtype.names):
-        return False
-    return bool((values != values).any())  # bfloat16 too, which isnan may not know
+    return bool((value != value).any())  # bfloat16 too, which isnan may not know

@@ -256,6 +256,19 @@ def test_a_mean_over_an_empty_part_is_named(strategy, rank, size, what):
         assert f"rank {rank} of {size} in batch 1 " in text
 
 
+@pytest.mark.host_memory
+def test_a_mean_of_tensors_over_an_empty_part_is_named(strategy, rank, size):
+    torch = pytest.importorskip("torch")
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always", ScopeWarning)
+        for batch in strategy.distribute_dataset(uneven_batches(size)):
+            mean = strategy.run(lambda x: torch.from_numpy(x.copy()).mean(), args=(batch,))
+            strategy.reduce("mean", mean)
+    texts = [str(each.message) for each in given if each.category is ScopeWarning]
+    assert len(texts) == (rank > 0)
+    assert all("the value given to reduce" in text for text in texts)
+
+
 @pytest.mark.filterwarnings("error::mpistrat.errors.ScopeWarning")
 def test_a_nan_after_the_pass_is_not_of_an_empty_part(strategy, size):
     with strategy.scope():
