@@ -30,7 +30,7 @@ Limit = int | tuple[int, int]
 
 LIMITS: dict[str, Limit] = {
     "files": 372,
-    "lines": 74_500,
+    "lines": 74_700,
     "longest file": 445,
     "median file": (150, 220),
     "loose modules": 23,

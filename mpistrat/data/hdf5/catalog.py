@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat import hdf5, nests
+from mpistrat.data.hdf5.alike import Template
 from mpistrat.data.hdf5.columns import Column, Output, Single, compose, row_columns
 from mpistrat.data.hdf5.fields import Field, as_field
 from mpistrat.data.hdf5.layouts import ColumnLayout, layout_of
@@ -223,6 +224,7 @@ def read_catalog(
     files: list[FileEntry] = []
     known_files = (known or {}).get("files", ())
     known_files = known_files if len(known_files) == len(paths) else [None] * len(paths)
+    template: Template | None = None
     for number, path in enumerate(paths):
         entry = _known_entry(path, known_files[number], files[0]) if files else None
         if entry is not None:
@@ -232,6 +234,11 @@ def read_catalog(
         with opened_for_reading(path, is_live) as file, _naming(path):
             # Before anything is read, so that a change from here on is noticed.
             stamp = _stamp_of(path, is_live)
+            alike = template.entry(file, path) if template is not None else None
+            if alike is not None:
+                located.append(located[0])
+                files.append(FileEntry(path, *alike, {}, {path: stamp}))
+                continue
             if not files and fields is None:
                 names, structure = _top_level_fields(file, path)
             opened: dict[str, Any] = {}
@@ -251,6 +258,8 @@ def read_catalog(
                 for c in columns
             )
             opened.clear()
+            if not files and len(paths) > 1 and not is_live:
+                template = Template.of(file, found, columns, layouts)
         listings = {e.field._text: e.listing for e in found if e.listing is not None}
         others = sorted({other for each in found for other in each.others})
         stamps = {path: stamp} | {other: _stamp_of(other, is_live) for other in others}

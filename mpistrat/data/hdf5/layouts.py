@@ -21,7 +21,7 @@ from mpistrat.data.hdf5.stored_types import Form, Leaf, dtype_of
 from mpistrat.data.spec import ArraySpec
 from mpistrat.native import native_library
 
-__all__ = ["ColumnLayout", "layout_of", "layout_of_matches"]
+__all__ = ["ColumnLayout", "contiguous_layout", "layout_of", "layout_of_matches"]
 
 _MIN_BLOCK_BYTES, _MAX_BLOCK_BYTES = 2**15, 2**18
 """Rows of data without chunks are read so much at a time: long reads are fast, and short ones mix
@@ -73,15 +73,26 @@ def layout_of(dataset: Any, path: str, axis: int, dtype: np.dtype, is_live: bool
         decoded_bytes = row_bytes // max(dtype.itemsize, 1) * dataset.dtype.itemsize
         return ColumnLayout(spec, dataset.chunks[axis], True, storage, chunks, decoded_bytes)
     length = dataset.shape[axis]
-    share = length * row_bytes // _BLOCKS_PER_FILE
-    block_bytes = min(max(share, _MIN_BLOCK_BYTES), _MAX_BLOCK_BYTES)
-    rows = max(block_bytes // row_bytes, 1)
+    rows = _rows_of_block(length, row_bytes)
     if axis:
         run_bytes = dtype_of(dataset).itemsize * math.prod(dataset.shape[axis + 1 :])
         long_enough = min(_MIN_RUN_BYTES // max(run_bytes, 1), _MAX_STRIDED_BYTES // row_bytes)
         rows = max(rows, min(long_enough, length))
     storage = find_contiguous(dataset, path) if has_places else None
     return ColumnLayout(spec, rows, False, storage, None)
+
+
+def _rows_of_block(length: int, row_bytes: int) -> int:
+    """Return how many of `length` rows without chunks are read together."""
+    share = length * row_bytes // _BLOCKS_PER_FILE
+    block_bytes = min(max(share, _MIN_BLOCK_BYTES), _MAX_BLOCK_BYTES)
+    return max(block_bytes // row_bytes, 1)
+
+
+def contiguous_layout(spec: ArraySpec, length: int, storage: Storage) -> ColumnLayout:
+    """Return the layout of `length` rows of `spec` in one piece, which begins in `storage`."""
+    row_bytes = max(spec.dtype.itemsize * math.prod(spec._known_shape), 1)
+    return ColumnLayout(spec, _rows_of_block(length, row_bytes), False, storage, None)
 
 
 def layout_of_matches(
