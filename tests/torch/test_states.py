@@ -5,6 +5,7 @@ import copy
 import json
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import h5py
@@ -455,8 +456,14 @@ def test_extra_state_with_objects_is_refused(path):
 def test_modules_are_saved_from_rank_0_and_generators_must_agree(strategy, path):
     rank, size = strategy.extended._collectives.rank, strategy.extended._collectives.size
     module = nn.Linear(2, 2)
+    nn.init.zeros_(module.bias)
     nn.init.constant_(module.weight, rank)
-    ms.Checkpoint(model=module).write(path)
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        ms.Checkpoint(model=module).write(path)
+    drifts = [each for each in given if each.category is ms.errors.ReplicaDriftWarning]
+    assert len(drifts) == (size > 1)
+    assert all("'model/weight' on rank" in str(each.message) for each in drifts)
     ms.Checkpoint(model=module).restore(path).assert_consumed()
     assert not module.weight.any()
     generator = torch.Generator().manual_seed(rank)
