@@ -290,6 +290,7 @@ def test_a_checkpoint_holds_the_position(path, wrap, is_in_scope):
     file = path.with_name("position.h5")
     whole = labels(mst.HDF5Dataset(batches_of(path)))
     batches = wrap(mst.HDF5Dataset(batches_of(path)))
+    torch.manual_seed(0)
     model = torch.nn.Linear(2, 2)
     seen = iter(batches)
     assert labels(itertools.islice(seen, 2)) == whole[:2]
