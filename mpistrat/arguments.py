@@ -14,18 +14,6 @@ import numpy as np
 from mpistrat.arrays import Array, adopted, is_array, is_foreign, is_number
 from mpistrat.pytorch import host_array, is_tensor
 
-__all__ = [
-    "as_array",
-    "as_bool",
-    "as_finite",
-    "as_integer",
-    "as_real",
-    "format_value",
-    "is_constant",
-    "normalize_axes",
-    "span_outside",
-]
-
 
 def as_array(kind: str, leaf: Any) -> Array:
     """Return a leaf of the value given to the collective `kind` as an array."""

@@ -26,33 +26,6 @@ from mpistrat.native import native_library
 from mpistrat.pytorch import as_own_dtype, host_array, is_tensor
 from mpistrat.sharding import cut
 
-__all__ = [
-    "Array",
-    "Device",
-    "address_of",
-    "addresses_function",
-    "adopted",
-    "array_at_function",
-    "array_of_tensor",
-    "host_copy",
-    "host_copy_to_send",
-    "host_result",
-    "host_view",
-    "is_array",
-    "is_foreign",
-    "is_number",
-    "is_on_host",
-    "namespace_of",
-    "native",
-    "on_device",
-    "on_device_of",
-    "pieces",
-    "place",
-    "span_of",
-    "synchronize",
-    "taken",
-]
-
 Array: TypeAlias = npt.NDArray[Any]
 """A NumPy or CuPy array. The two share no base class, but the methods, so type checkers see
 NumPy's. Functions that tell the two apart take `Any`."""

@@ -23,28 +23,6 @@ from mpistrat.values import PerReplica, mirror, unwrap_mirrored
 if TYPE_CHECKING:
     from mpistrat.collectives.collectives import Collectives
 
-__all__ = [
-    "Frame",
-    "Kind",
-    "MadeInScope",
-    "Scope",
-    "call_in_update_context",
-    "current",
-    "entered",
-    "mode_for",
-    "note_closed",
-    "note_open",
-    "only_open_strategy",
-    "open_strategies",
-    "register_world",
-    "require_cross_replica",
-    "require_scope_of_several",
-    "result_in_update_context",
-    "set_base",
-    "strategy_of_world",
-    "warn_of_own_write",
-]
-
 S = TypeVar("S")
 
 Strategy = Any

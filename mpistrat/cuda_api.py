@@ -15,20 +15,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = [
-    "ForNumPy",
-    "Stream",
-    "array_namespace",
-    "count_gpus",
-    "cupy",
-    "has_device_dtype",
-    "launch_kernel",
-    "namespace_with_variables",
-    "nccl_library",
-    "pinned_empty",
-    "profiler_marks",
-]
-
 
 def cupy() -> Any:
     """Return the module `cupy`. Raises ImportError where it is not installed."""

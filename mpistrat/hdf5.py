@@ -19,29 +19,6 @@ from typing import Any
 
 from mpistrat.system.files import affixes, replace_file
 
-__all__ = [
-    "contiguous_offset",
-    "create_atomically",
-    "error_text",
-    "explain_permission",
-    "extension_path",
-    "fills_unwritten",
-    "filters_edge_chunks",
-    "filters_of",
-    "h5py",
-    "has_offsets",
-    "has_signature",
-    "is_in_file",
-    "is_stored_as",
-    "max_open_files",
-    "memory_type",
-    "offset_of_block",
-    "open_for_reading",
-    "places_of_chunks",
-    "plugin_libraries",
-    "stored_type",
-]
-
 _BYTES_WORTH_ALIGNING = 2**18
 """Arrays of at least this size begin at a memory page, so that no two writers share one."""
 

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 from mpistrat.sharding import replicas_of_ranks
 
-__all__ = ["Layout", "SharedLayout"]
-
 
 @dataclass(frozen=True)
 class Layout:

@@ -20,8 +20,6 @@ from mpistrat.errors import ContextError
 from mpistrat.native import native_library
 from mpistrat.pytorch import in_modes_of_here
 
-__all__ = ["Meeting", "Member", "Unwound"]
-
 
 class Unwound(BaseException):
     """Ends a member that has met others, one of which has failed. Not an `Exception`: see `run`."""

@@ -18,17 +18,6 @@ from typing import Any, TypeVar
 import numpy as np
 import optree
 
-__all__ = [
-    "Structure",
-    "flatten",
-    "flatten_with_paths",
-    "leaf_type",
-    "map_nest",
-    "paths_of",
-    "signature",
-    "unflatten",
-]
-
 _T = TypeVar("_T")
 
 _NAMESPACE = "mpistrat"

@@ -6,21 +6,6 @@ import enum
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-__all__ = [
-    "AutoShardPolicy",
-    "CommunicationImplementation",
-    "CommunicationOptions",
-    "InputContext",
-    "InputOptions",
-    "InputReplicationMode",
-    "ReduceOp",
-    "ReduceOpLike",
-    "RunOptions",
-    "ValueContext",
-    "VariableAggregation",
-    "VariableSynchronization",
-]
-
 
 class ReduceOp(enum.Enum):
     """How values of several replicas become one.

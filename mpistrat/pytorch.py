@@ -11,22 +11,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-__all__ = [
-    "apply_differentiable",
-    "as_own_dtype",
-    "host_array",
-    "import_torch",
-    "in_modes_of_here",
-    "is_bfloat16",
-    "is_loaded",
-    "is_tensor",
-    "needs_graph",
-    "overwrite",
-    "register_tensors",
-    "tensor_library",
-    "tensor_of_zeros",
-]
-
 Move = Callable[[list[np.ndarray]], list[np.ndarray]]
 
 

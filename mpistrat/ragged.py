@@ -13,8 +13,6 @@ import numpy.typing as npt
 from mpistrat import nests
 from mpistrat.system.text import brief
 
-__all__ = ["Ragged"]
-
 
 @nests.leaf_type
 @dataclass(frozen=True, eq=False)

@@ -18,8 +18,6 @@ from mpistrat.system.callsite import failure_site
 from mpistrat.tracing.spans import span
 from mpistrat.values import DistributedValues, T, localize, per_replica
 
-__all__ = ["ReplicaContext", "ShardGroup"]
-
 
 class ReplicaContext(GroupCollectives):
     """The view that one replica has of its strategy, inside `Strategy.run`.

@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-__all__ = ["Settings", "environment", "export_defaults", "settings", "settings_at_the_end"]
-
 _PREFIX = "MPISTRAT_"
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 

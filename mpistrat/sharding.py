@@ -10,17 +10,6 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, TypeVar
 
-__all__ = [
-    "Fold",
-    "ceil_div",
-    "consecutive",
-    "cut",
-    "part_lengths",
-    "replicas_of_ranks",
-    "slice_of_rank",
-]
-
-
 T = TypeVar("T")
 
 

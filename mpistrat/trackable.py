@@ -14,8 +14,6 @@ from mpistrat.arrays import is_array
 from mpistrat.pytorch import is_tensor
 from mpistrat.system.units import on_undo
 
-__all__ = ["Dependent", "Reach", "Trackable", "has_attributes", "walk_objects"]
-
 
 @dataclass(frozen=True, eq=False)
 class Dependent:

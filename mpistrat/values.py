@@ -29,26 +29,6 @@ from mpistrat.ragged import Ragged
 from mpistrat.system.refused_operators import RefusedOperators
 from mpistrat.system.text import brief
 
-__all__ = [
-    "DistributedValues",
-    "IndexedSlices",
-    "LocalReplicas",
-    "Mirrored",
-    "Number",
-    "PerReplica",
-    "T",
-    "batches_of",
-    "container_of",
-    "is_value",
-    "local_component",
-    "localize",
-    "mirror",
-    "per_replica",
-    "register_storage",
-    "unwrap_mirrored",
-]
-
-
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 Number: TypeAlias = "complex | np.number[Any]"

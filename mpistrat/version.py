@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-__all__ = ["CHECKPOINT_FORMAT_VERSION", "ORDER_VERSION", "PROTOCOL_VERSION", "__version__"]
-
 
 def _built_version() -> str:
     """Return what setuptools-scm has found in the tags when the package was built."""

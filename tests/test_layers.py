@@ -72,11 +72,18 @@ def test_a_floor_rests_on_the_one_below():
 
 
 def exported_names(name):
-    """Return the names in the `__all__` of a module."""
+    """Return what a module offers: its `__all__`, or what it defines without an underscore."""
+    found = set()
     for node in house.syntax_tree(MODULES[name]).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            return ast.literal_eval(node.value)
-    return []
+            return set(ast.literal_eval(node.value))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = (each for target in targets for each in ast.walk(target))
+            found |= {each.id for each in names if isinstance(each, ast.Name)}
+    return {each for each in found if not each.startswith("_")}
 
 
 def names_used_by(path):
@@ -118,23 +125,46 @@ def used_names():
     return taken | public | names_used_by(ENTRY_POINTS)
 
 
-def test_every_exported_name_has_a_user():
-    exported = {(module, name) for module in MODULES for name in exported_names(module)}
-    # pytest finds the fixtures of a plugin.
-    plugin = f"{PACKAGE.name}.testing.plugin"
-    fixtures = {(plugin, name) for name in exported_names(plugin)}
-    assert sorted(exported - used_names() - fixtures) == []
+def test_every_name_has_a_use():
+    for_tests = f"{PACKAGE.name}.testing."  # pytest finds hooks and fixtures
+    unused = [
+        f"{module}.{name}"
+        for module, path in MODULES.items()
+        for name in exported_names(module) - {name for of, name in used_names() if of == module}
+        if not module.startswith(for_tests) and not is_used_within(path, name)
+    ]
+    assert unused == []
 
 
-def test_every_name_that_is_used_elsewhere_is_exported():
+def is_used_within(path, name):
+    """Return whether a file uses a name that it defines, maybe in an annotation or a program."""
+    return any(
+        (isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load))
+        or (isinstance(node, ast.Constant) and name in str(node.value).split())
+        or (isinstance(node, ast.ClassDef) and node.name == name and node.keywords)  # its base's
+        for node in nodes_of(path)
+    )
+
+
+def test_names_that_are_used_elsewhere_have_no_underscore():
     hidden = [
         f"{module}.{name}"
         for module, name in sorted(used_names())
-        if module not in public_modules()  # which list what users may import
-        and name not in exported_names(module)
+        if module not in public_modules()  # where users may not import it
+        and name.startswith("_")
         and not name.startswith("__")  # such as a module's own __file__
     ]
     assert hidden == []
+
+
+def test_only_what_users_import_has_a_list_of_names():
+    listed = {
+        module
+        for module, path in MODULES.items()
+        if any(isinstance(node, ast.Name) and node.id == "__all__" for node in nodes_of(path))
+    }
+    folders = {module for module, path in MODULES.items() if path.name == "__init__.py"}
+    assert listed <= public_modules() | folders
 
 
 def test_there_is_no_circle_among_files():

@@ -20,8 +20,6 @@ from mpistrat.system.text import format_detail, text_of
 from mpistrat.tracing.flight_recorder import FlightEntry, State
 from mpistrat.tracing.spans import Recorder, active, mark
 
-__all__ = ["AllOrNone", "Call", "CommonOutcome"]
-
 _C = TypeVar("_C", bound="Call")
 
 _CALL, _ALL_CALL, _AGREED, _DONE = Status.CALL, Outcome.ALL_CALL, State.AGREED, State.DONE

@@ -37,8 +37,6 @@ from mpistrat.settings import settings_at_the_end
 from mpistrat.system.callsite import call_site
 from mpistrat.tracing.flight_recorder import FlightRecord
 
-__all__ = ["Channel"]
-
 _logger = logging.getLogger("mpistrat")
 
 _MASK = 2**64 - 1

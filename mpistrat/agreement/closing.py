@@ -20,8 +20,6 @@ from mpistrat.comm.transport import Transport
 from mpistrat.errors import CollectiveError
 from mpistrat.system.callsite import call_site
 
-__all__ = ["ClosableChannel"]
-
 _logger = logging.getLogger("mpistrat")
 
 _PROOF_S = 3.0

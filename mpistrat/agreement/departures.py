@@ -9,18 +9,6 @@ from typing import NamedTuple, Protocol
 from mpistrat.errors import CollectiveError, CollectiveTimeoutError, ContextError
 from mpistrat.system.text import rank_list, ranks_by_value
 
-__all__ = [
-    "Departure",
-    "Departures",
-    "Failure",
-    "Overlap",
-    "Peers",
-    "departure_error",
-    "fork_error",
-    "repeated_error",
-    "timeout_error",
-]
-
 
 class Departure(NamedTuple):
     """The end of the collectives of one rank, as it or another one reports it."""

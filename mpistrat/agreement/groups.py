@@ -9,8 +9,6 @@ from mpistrat.agreement.ledger import Ledger
 from mpistrat.comm.transport import Transport
 from mpistrat.errors import CollectiveError
 
-__all__ = ["GroupChannel"]
-
 
 class GroupChannel(Channel):
     """The channel of some `ranks` of `parent`, whose counters it shares.

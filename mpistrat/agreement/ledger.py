@@ -16,18 +16,6 @@ from mpistrat.errors import CollectiveError, CollectiveMismatchError
 from mpistrat.system.digests import digest_of_values, mixed_digest
 from mpistrat.system.text import rank_list
 
-__all__ = [
-    "SPREAD",
-    "Ledger",
-    "Outcome",
-    "Signature",
-    "Status",
-    "call_name",
-    "compared_values",
-    "digest_of",
-    "disagreement_error",
-]
-
 _MASK = 2**64 - 1
 # Odd constants spread small counters over all 64 bits, so that two counters never cancel.
 SPREAD = (

@@ -16,8 +16,6 @@ from mpistrat.system.callsite import users_place
 from mpistrat.system.text import format_detail
 from mpistrat.tracing.flight_recorder import State
 
-__all__ = ["Done", "ReplicaChannel", "describe_apart"]
-
 _CALL, _ALL_CALL = Status.CALL, Outcome.ALL_CALL
 _DIFFERENT = ("replicas that differ",)
 

@@ -19,18 +19,6 @@ from mpistrat.system.plots import (
 )
 from mpistrat.system.text import readable_size, readable_time
 
-__all__ = [
-    "RESULTS",
-    "Bars",
-    "Benchmark",
-    "Choices",
-    "Column",
-    "Findings",
-    "Lines",
-    "Row",
-    "Table",
-]
-
 Row = Mapping[str, Any]
 
 RESULTS = "results"

@@ -30,8 +30,6 @@ from mpistrat.mpi.world import library_version, open_world
 from mpistrat.settings import environment
 from mpistrat.system.cpu import num_cores
 
-__all__ = ["BENCHMARK"]
-
 _DEFAULT = "default"
 
 _SETTINGS: Mapping[str, Mapping[str, Mapping[str, str]]] = {

@@ -38,8 +38,6 @@ from mpistrat.collectives.collectives import Collectives
 from mpistrat.strategies import MPIStrategy
 from mpistrat.variables import Variable
 
-__all__ = ["BENCHMARK"]
-
 _MODELS = {
     "161 arrays, 102 MB": SHAPES,
     "10 arrays, 1 GB": ((25_000_000,),) * 10,

@@ -27,8 +27,6 @@ from mpistrat.strategies.parameter_server import ParameterServerStrategy
 from mpistrat.system.cpu import num_cores
 from mpistrat.variables import Variable
 
-__all__ = ["BENCHMARK"]
-
 _CALLS = 200
 _SIZES = {"pull": (2**20, 2**26), "push": (2**20, 2**26)}
 _NUM_CLOSURES, _CLOSURE_S = 1000, 0.005

@@ -39,8 +39,6 @@ from mpistrat.data import Dataset
 from mpistrat.hdf5 import h5py, plugin_libraries
 from mpistrat.strategies import MPIStrategy, Strategy
 
-__all__ = ["BENCHMARK"]
-
 _RELATIVE = "rate, relative to a scan of the same file"
 COMPRESSED: Mapping[str, Mapping[str, Any]] = {
     "gzip": {"compression": "gzip"},

@@ -18,8 +18,6 @@ from mpistrat.strategies import Strategy
 if TYPE_CHECKING:
     from mpistrat.collectives.collectives import Collectives
 
-__all__ = ["LAYOUTS", "measure_layouts", "write_layouts"]
-
 _BATCH_SIZE = 64
 _LENGTH = 1024
 """Numbers in the data set of a group: 8 KiB."""

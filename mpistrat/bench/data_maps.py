@@ -21,8 +21,6 @@ from mpistrat.strategies import Strategy
 if TYPE_CHECKING:
     from mpistrat.collectives.collectives import Collectives
 
-__all__ = ["MAPS", "measure_maps", "write_packed"]
-
 _BATCH_SIZE = 64
 _SHAPE = (128, 128, 3)
 _NUM_DISTINCT = 64

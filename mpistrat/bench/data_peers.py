@@ -14,17 +14,6 @@ import numpy as np
 from mpistrat.hdf5 import h5py
 from mpistrat.pytorch import import_torch
 
-__all__ = [
-    "BATCH_SIZE",
-    "NUM_FANCY",
-    "NUM_LOADED",
-    "loader_reads",
-    "read_by_index",
-    "read_in_order",
-    "read_mapped",
-    "record_reads",
-]
-
 BATCH_SIZE = 256
 
 NUM_FANCY = 2 * BATCH_SIZE

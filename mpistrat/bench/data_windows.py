@@ -16,8 +16,6 @@ from mpistrat.data import Dataset
 from mpistrat.hdf5 import h5py
 from mpistrat.strategies import Strategy
 
-__all__ = ["WINDOWS", "WINDOWS_TABLE", "measure_windows"]
-
 WINDOWS = "windows"
 _SIZE, _WIDTH, _CHUNK, _BATCH_SIZE = 32, 16, 1000, 256
 _ROWS_PER_EXAMPLE = 50

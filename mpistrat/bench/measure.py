@@ -21,8 +21,6 @@ from mpistrat.settings import environment
 from mpistrat.tracing.spans import Recorder, active, record_on
 from mpistrat.version import __version__
 
-__all__ = ["Timings", "describe_machine", "facts_of_last_collective", "take_turns"]
-
 _TARGET_S = 0.02
 """About how long one sample takes; shorter calls are repeated in it, which warms the caches."""
 

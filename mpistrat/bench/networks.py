@@ -14,19 +14,6 @@ import numpy as np
 
 from mpistrat.sharding import slice_of_rank
 
-__all__ = [
-    "LAYER_SIZES",
-    "NUM_PARAMETERS",
-    "SHAPES",
-    "Batch",
-    "backward",
-    "cross_entropy",
-    "first_weights",
-    "forward",
-    "random_arrays",
-    "random_batch",
-]
-
 _STAGES = ((3, 64), (4, 128), (6, 256), (3, 512))
 """Bottleneck blocks in each stage, and their width (He et al., 2016, table 1)."""
 

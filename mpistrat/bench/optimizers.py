@@ -24,8 +24,6 @@ from mpistrat.pytorch import import_torch
 from mpistrat.strategies import MPIStrategy, OneDeviceStrategy
 from mpistrat.variables import Variable
 
-__all__ = ["BENCHMARK"]
-
 _RULES: dict[str, tuple[Callable[[], Optimizer], str, dict[str, Any]]] = {
     "SGD": (lambda: SGD(0.01), "SGD", {"lr": 0.01}),
     "SGD, momentum": (lambda: SGD(0.01, 0.9), "SGD", {"lr": 0.01, "momentum": 0.9}),

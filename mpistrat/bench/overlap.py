@@ -26,8 +26,6 @@ from mpistrat.options import ReduceOp
 from mpistrat.replica import ReplicaContext
 from mpistrat.strategies import MPIStrategy, get_replica_context
 
-__all__ = ["BENCHMARK"]
-
 _Call = Callable[[], object]
 _Start = Callable[[], _Call]
 

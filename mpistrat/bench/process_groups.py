@@ -28,8 +28,6 @@ from mpistrat.strategies import MPIStrategy
 from mpistrat.system.cpu import num_cores
 from mpistrat.system.text import readable_size
 
-__all__ = ["BENCHMARK"]
-
 _OURS, _GLOO = "mpistrat", "gloo"
 _STEPS, _PARTS = "steps", "parts"
 _WIDTHS = {

@@ -28,8 +28,6 @@ from mpistrat.options import ReduceOp
 from mpistrat.replica import ReplicaContext
 from mpistrat.strategies import MPIStrategy, get_replica_context
 
-__all__ = ["AGREEMENT", "ALLREDUCE", "GRADIENTS"]
-
 
 def measure_allreduce(choices: Choices) -> Findings:
     """Time all-reductions of one float32 array of each size. **Collective** over COMM_WORLD."""

@@ -29,8 +29,6 @@ from mpistrat.replica import ReplicaContext
 from mpistrat.strategies import MPIStrategy, OneDeviceStrategy, Strategy, get_replica_context
 from mpistrat.strategies.arithmetic import fingerprint
 
-__all__ = ["BENCHMARK"]
-
 _SHARE = 4
 """Replicas on each rank, in the steps with several."""
 _LOCAL = (2, 4, 8)

@@ -45,9 +45,6 @@ from mpistrat.variables import Variable
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["BENCHMARK", "PackageLoop"]
-
-
 _LEARNING_RATE = 0.05
 _MOMENTUM = 0.9
 

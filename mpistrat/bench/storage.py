@@ -30,8 +30,6 @@ from mpistrat.partitioners import FixedShardsPartitioner
 from mpistrat.strategies import CentralStorageStrategy, MPIStrategy, Strategy
 from mpistrat.variables import ShardedVariable, Variable
 
-__all__ = ["BENCHMARK"]
-
 _LAYOUTS = {"one array": ((NUM_PARAMETERS,),), f"ResNet-50, {len(SHAPES)} arrays": SHAPES}
 _WAYS = {
     "mirrored": "mirrored",

@@ -31,8 +31,6 @@ from mpistrat.system.units import on_undo
 from mpistrat.tracing.spans import spanned
 from mpistrat.trackable import Trackable
 
-__all__ = ["BackgroundSaver"]
-
 
 class Snapshot:
     """The state at one moment, in memory that the next snapshot uses again.

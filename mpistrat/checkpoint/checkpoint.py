@@ -20,8 +20,6 @@ from mpistrat.system.text import brief, html_table
 from mpistrat.tracing.spans import spanned
 from mpistrat.trackable import Trackable
 
-__all__ = ["Checkpoint", "save"]
-
 _Result = TypeVar("_Result")
 
 _WHAT = "Checkpoint.write"

@@ -61,8 +61,6 @@ from mpistrat.variables.kinds import WrittenTogether
 
 _logger = logging.getLogger("mpistrat")
 
-__all__ = ["StateCollector"]
-
 
 class StateCollector:
     """The state of the objects below `root`, checked and on its way to rank 0.

@@ -16,8 +16,6 @@ from mpistrat.checkpoint.reader import open_checkpoint
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.variables import ReplicatedOnRead, Variable
 
-__all__ = ["Kept", "keep_components", "load_components", "load_kept", "read_components"]
-
 Kept: TypeAlias = tuple[int, dict[int, np.ndarray]]
 """The number of replicas, and the components of some of them."""
 

@@ -21,22 +21,6 @@ from mpistrat.system.units import on_undo
 from mpistrat.trackable import Dependent, Trackable
 from mpistrat.variables import Variable
 
-__all__ = [
-    "Restoration",
-    "Shape",
-    "attach_slots",
-    "check_nothing_waits",
-    "check_shapes",
-    "deferred_slots",
-    "describe",
-    "find_shards",
-    "fresh_slots",
-    "make_slots",
-    "no_shards",
-    "shapes_as_json",
-    "shapes_from_json",
-]
-
 Shape = tuple[tuple[int, ...], np.dtype]
 """Shape and dtype."""
 

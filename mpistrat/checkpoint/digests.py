@@ -17,22 +17,6 @@ import numpy as np
 from mpistrat.system.digests import xxh3_128, xxh3_128_hexdigest
 from mpistrat.system.text import rank_spans
 
-__all__ = [
-    "DIGEST_BYTES",
-    "PAGE_BYTES",
-    "ArrayDigest",
-    "check_digest",
-    "differing_pages",
-    "digest_of_array",
-    "digest_of_page_digests",
-    "digest_of_pages",
-    "digest_of_text",
-    "hasher_like",
-    "is_digest",
-    "is_paged",
-    "page_digests_of",
-]
-
 PAGE_BYTES = 2**22
 """The bytes of one page; the last page of an array may be shorter."""
 DIGEST_BYTES = 16

@@ -16,8 +16,6 @@ from mpistrat.user_warnings.once import warn_once
 from mpistrat.variables import MirroredVariable, Variable
 from mpistrat.variables.drift import digest_of
 
-__all__ = ["check_drift_option", "drifted_variables", "mirrored_digests", "tensor_digests"]
-
 _WHEN_DRIFTED = ("warn", "raise", "ignore")
 """What a save does about replicas that differ."""
 

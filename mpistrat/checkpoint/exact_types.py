@@ -17,8 +17,6 @@ import numpy as np
 
 from mpistrat.checkpoint.json_marks import CLASS, NUMPY, Mark
 
-__all__ = ["exact_mark", "instance_of_mark", "value_of_numpy_mark"]
-
 _DICTS = (collections.OrderedDict, collections.Counter)
 
 

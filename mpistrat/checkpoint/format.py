@@ -19,27 +19,10 @@ import numpy as np
 
 from mpistrat.checkpoint.digests import digest_of_text, is_digest
 from mpistrat.options import VariableAggregation, VariableSynchronization
-from mpistrat.version import CHECKPOINT_FORMAT_VERSION as FORMAT_VERSION
-from mpistrat.version import __version__
-
-__all__ = [
-    "BITS_OF_FLOATS",
-    "DEEPEST",
-    "DIGESTS",
-    "FORMAT",
-    "FORMAT_VERSION",
-    "OLD_VERSION",
-    "REPLICAS",
-    "STATE",
-    "VARIABLES",
-    "Header",
-    "VariableInfo",
-    "check_path",
-    "is_path_part",
-    "is_storable",
-]
+from mpistrat.version import CHECKPOINT_FORMAT_VERSION, __version__
 
 FORMAT = "mpistrat-checkpoint"
+FORMAT_VERSION = CHECKPOINT_FORMAT_VERSION
 VARIABLES = "variables"
 STATE = "state"
 DIGESTS = "digests"

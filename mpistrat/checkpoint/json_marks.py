@@ -12,21 +12,6 @@ from typing import Any
 
 from mpistrat.checkpoint.format import FORMAT_VERSION, OLD_VERSION
 
-__all__ = [
-    "CLASS",
-    "KEYS",
-    "NUMPY",
-    "SAME",
-    "SCALAR",
-    "TENSOR",
-    "TUPLE",
-    "Mark",
-    "dump_json",
-    "load_json",
-    "marked",
-    "unmarked",
-]
-
 FLOAT = "$float"
 DICT = "$dict"
 KEYS = "$keys"

@@ -9,8 +9,6 @@ from typing import Any
 from mpistrat.checkpoint.tensors import TensorState
 from mpistrat.errors import CheckpointMismatchError
 
-__all__ = ["StateLoading"]
-
 
 class StateLoading:
     """States of the file `path` on their way into `objects`.

@@ -37,8 +37,6 @@ from mpistrat.system.units import on_undo
 from mpistrat.trackable import Trackable
 from mpistrat.variables import Variable
 
-__all__ = ["CheckpointManager"]
-
 
 def restore_newest(root: Trackable, directory: str, paths: Sequence[str]) -> str | None:
     """Restore the objects below `root` from the last of `paths` that is sound. **Collective**.

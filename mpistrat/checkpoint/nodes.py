@@ -14,17 +14,6 @@ import numpy as np
 
 from mpistrat.hdf5 import h5py, stored_type
 
-__all__ = [
-    "Groups",
-    "TypesInFile",
-    "read_attribute",
-    "read_flag",
-    "read_names",
-    "read_short_text",
-    "write_attribute",
-    "write_values",
-]
-
 AttributeValue = bool | int | str | Sequence[str]
 
 

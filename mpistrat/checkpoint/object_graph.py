@@ -20,18 +20,6 @@ from mpistrat.checkpoint.tensors import TensorState, tensor_state
 from mpistrat.trackable import Dependent, Reach, Trackable, has_attributes, walk_objects
 from mpistrat.variables import Variable
 
-__all__ = [
-    "PlacedSlot",
-    "Stateful",
-    "Tree",
-    "check_can_hold_state",
-    "check_disjoint",
-    "slot_paths",
-    "split_object",
-    "state_adapter",
-    "walk",
-]
-
 
 def state_adapter(value: object) -> Any:
     """Return an adapter for a random generator or an object of PyTorch, ``None`` for others."""

@@ -30,15 +30,6 @@ from mpistrat.system.files import claimed, hidden_beside
 from mpistrat.system.text import rank_list
 from mpistrat.user_warnings.once import warn_once
 
-__all__ = [
-    "WRITERS",
-    "Replaces",
-    "Writers",
-    "check_may_replace",
-    "warn_if_unconnected",
-    "writes_here",
-]
-
 WRITERS = "writers"
 """The attribute of the group of variables, in files of jobs of several ranks."""
 # The root group has eight: with a ninth, HDF5 would store them where damage can hide one.

@@ -33,8 +33,6 @@ from mpistrat.checkpoint.writer import BufferLifetime, CheckpointWriter, Item, e
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.errors import CheckpointError
 
-__all__ = ["ParallelWriting"]
-
 _PAGE = mmap.PAGESIZE
 
 

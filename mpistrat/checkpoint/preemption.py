@@ -19,8 +19,6 @@ from mpistrat.checkpoint.ranks import collectives_for
 from mpistrat.options import ReduceOp
 from mpistrat.settings import environment
 
-__all__ = ["PreemptionCheckpointHandler"]
-
 _WHAT = "PreemptionCheckpointHandler"
 _END_TIME = "SLURM_JOB_END_TIME"
 _JOB = "SLURM_JOB_ID"

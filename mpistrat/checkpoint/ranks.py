@@ -22,18 +22,6 @@ from mpistrat.mpi.launcher import is_one_of_several
 from mpistrat.mpi.world import is_started, started_world
 from mpistrat.system.cpu import cores_of_mask, mask_of_cores, own_cores
 
-__all__ = [
-    "WorkDivision",
-    "Worker",
-    "agree_on_path",
-    "checked_path",
-    "collectives_for",
-    "collectives_for_save",
-    "divide_work",
-    "share_out",
-    "this_worker",
-]
-
 
 def agree_on_path(
     collectives: Collectives,

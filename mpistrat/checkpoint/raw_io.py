@@ -23,22 +23,6 @@ from mpistrat.native import native_library
 from mpistrat.system.cpu import num_cores
 from mpistrat.system.threads import Background
 
-__all__ = [
-    "BYTES_PER_PIECE",
-    "BYTES_WORTH_A_THREAD",
-    "Checksum",
-    "ChecksumPool",
-    "InOrder",
-    "SharedCopies",
-    "copy_to_host",
-    "digest_in_file",
-    "pieces_on_host",
-    "read_at",
-    "reading_ahead",
-    "selections",
-    "write_at",
-]
-
 BYTES_PER_PIECE = 2**21
 """What a copy from the device costs in host memory, and about how much stays in a cache."""
 

@@ -52,8 +52,6 @@ from mpistrat.checkpoint.validation import (
 from mpistrat.errors import CheckpointCorruptError, CheckpointError
 from mpistrat.hdf5 import h5py, has_offsets, offset_of_block, open_for_reading
 
-__all__ = ["Block", "CheckpointReader", "naming_damage", "open_checkpoint"]
-
 
 class Block(NamedTuple):
     """Where the values of a variable lie in a file, and the digest stored with them."""

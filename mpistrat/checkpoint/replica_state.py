@@ -17,8 +17,6 @@ from mpistrat.layout import Layout
 from mpistrat.values import PerReplica
 from mpistrat.variables import MirroredVariable, SyncOnReadVariable, Variable
 
-__all__ = ["PerReplicaState", "assign_replicas", "gather_states"]
-
 Reshard = Callable[[list[Any], int], Sequence[Any]]
 
 

@@ -40,8 +40,6 @@ from mpistrat.errors import CheckpointCorruptError, _UnmatchedPathsError
 from mpistrat.tracing.spans import spanned
 from mpistrat.trackable import Trackable
 
-__all__ = ["RestoreStatus", "restore"]
-
 _logger = logging.getLogger("mpistrat")
 
 

@@ -54,8 +54,6 @@ from mpistrat.errors import CheckpointCorruptError, CheckpointError
 from mpistrat.sharding import cut
 from mpistrat.variables import Variable
 
-__all__ = ["SharedFile", "Values", "broadcast_array", "load_variables", "open_together"]
-
 _SMALL_BYTES, _MOST_JOINED = 1 << 15, 64
 """Variables of at most this many bytes travel together, and how many do at most."""
 _ALIGNMENT = 64

@@ -16,17 +16,6 @@ from mpistrat.checkpoint.ranks import agree_on_path, collectives_for
 from mpistrat.checkpoint.reader import open_checkpoint
 from mpistrat.errors import CheckpointError
 
-__all__ = [
-    "PREFIX",
-    "Entry",
-    "Retention",
-    "file_name",
-    "latest_checkpoint",
-    "list_folder",
-    "warn_of_damage",
-    "warn_of_future",
-]
-
 PREFIX = "checkpoint-"
 _SKEW_S = 1.0
 """Seconds by which the clocks of nodes may differ without a word."""

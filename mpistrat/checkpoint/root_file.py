@@ -12,8 +12,6 @@ from mpistrat.checkpoint.ownership import Writers
 from mpistrat.checkpoint.writer import CheckpointWriter, Item, create_checkpoint
 from mpistrat.collectives.collectives import Collectives
 
-__all__ = ["RootFile", "RootWork", "file_of_root"]
-
 
 class RootWork:
     """Work of rank 0 between collectives, whose first failure is kept until `check`."""

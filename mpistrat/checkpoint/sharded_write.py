@@ -28,9 +28,6 @@ from mpistrat.collectives.collectives import Collectives
 from mpistrat.errors import CheckpointError
 from mpistrat.sharding import ceil_div, cut, part_lengths
 
-__all__ = ["ShardedWriting"]
-
-
 _PAGES_AT_ONCE = 16
 """What one thread reads, so that all have something to do."""
 

@@ -23,19 +23,6 @@ from mpistrat.errors import CheckpointError
 from mpistrat.options import VariableSynchronization
 from mpistrat.variables import CentralVariable, ShardedVariable, SplitVariable, Variable
 
-__all__ = [
-    "Extent",
-    "Room",
-    "Written",
-    "digests_in_file",
-    "has_bytes_of_file",
-    "has_part_of_file",
-    "read_box",
-    "read_own",
-    "sign",
-    "write_box",
-]
-
 
 class Extent(NamedTuple):
     """The bytes of a file in which an array lies in C order."""

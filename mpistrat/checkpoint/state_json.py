@@ -30,17 +30,6 @@ from mpistrat.checkpoint.json_marks import (
 from mpistrat.checkpoint.tensors import TensorArray, holds_tensors, tensor_library
 from mpistrat.pytorch import is_tensor
 
-__all__ = [
-    "SplitState",
-    "join_state",
-    "json_part",
-    "plain_state",
-    "split_state",
-    "tensor_mark",
-    "tied_paths",
-    "value_paths",
-]
-
 SplitState = tuple[dict[str, Any] | Mark, dict[str, "np.ndarray | TensorArray"]]
 """The JSON part of a state, and its arrays by path below the owner."""
 

@@ -15,17 +15,6 @@ import numpy as np
 
 from mpistrat import pytorch
 
-__all__ = [
-    "Box",
-    "LoadedShard",
-    "TensorArray",
-    "TensorState",
-    "holds_tensors",
-    "tensor_library",
-    "tensor_state",
-    "world_strategy",
-]
-
 
 class Box(NamedTuple):
     """The part of an array that one rank has."""

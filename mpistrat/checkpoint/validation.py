@@ -16,13 +16,6 @@ from mpistrat.checkpoint.format import DEEPEST, is_path_part
 from mpistrat.hdf5 import h5py
 from mpistrat.system.text import readable_size
 
-__all__ = [
-    "check_expansion",
-    "check_layout",
-    "check_streams",
-    "survey",
-]
-
 
 @dataclass
 class Contents:

@@ -32,17 +32,6 @@ from mpistrat.checkpoint.raw_io import (
 from mpistrat.checkpoint.tensors import TensorArray
 from mpistrat.errors import CheckpointError
 
-__all__ = [
-    "BufferLifetime",
-    "CheckpointWriter",
-    "Item",
-    "create_checkpoint",
-    "explaining",
-    "replicas_item",
-    "state_item",
-    "variable_item",
-]
-
 
 class BufferLifetime(enum.Enum):
     """Who has the values of a variable, and for how long."""

@@ -22,8 +22,6 @@ from mpistrat.errors import LaunchError
 if TYPE_CHECKING:
     from mpistrat.bench.benchmark import Benchmark, Choices
 
-__all__ = ["COMMAND"]
-
 _NAMES = (
     *("agreement", "allreduce", "checkpoint", "coordinator", "data", "gradients"),
     *("optimizers", "overlap", "replicas", "step", "storage", "torch"),

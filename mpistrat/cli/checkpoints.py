@@ -38,8 +38,6 @@ from mpistrat.cli.statistics import numbers_of, summarize
 from mpistrat.errors import CheckpointCorruptError, CheckpointError, DataError
 from mpistrat.system.text import readable_size
 
-__all__ = ["INSPECT", "VERIFY"]
-
 _COLUMNS = ("variable", "shape", "dtype", "synchronization", "aggregation", "trainable", "size")
 _STATISTICS = ("min", "max", "mean", "nan_count")
 

@@ -27,8 +27,6 @@ from mpistrat.data.shuffle import WINDOW_BYTES, Partitions
 from mpistrat.errors import DataError
 from mpistrat.system.text import readable_size
 
-__all__ = ["inspect_data"]
-
 _COLUMNS = ("data set", "shape", "dtype", "layout", "chunk", "filters", "size", "stored")
 
 _WITH_LEVEL = {"gzip", "zstd"}

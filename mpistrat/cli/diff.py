@@ -26,8 +26,6 @@ from mpistrat.cli.output import (
 from mpistrat.cli.statistics import numbers_of, tell_apart
 from mpistrat.errors import CheckpointError
 
-__all__ = ["DIFF", "in_short"]
-
 _SHORT = 200
 """Characters that are shown as they are."""
 _FEW = 3

@@ -6,8 +6,6 @@ import argparse
 
 from mpistrat.cli.output import Command, print_json, print_line, print_table
 
-__all__ = ["COMMAND"]
-
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")

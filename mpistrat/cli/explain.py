@@ -21,8 +21,6 @@ from mpistrat.failures.flight_dumps import FORMAT, FORMAT_VERSION
 from mpistrat.system.text import rank_list, rank_spans, ranks_by_value
 from mpistrat.tracing.flight_recorder import State
 
-__all__ = ["COMMAND"]
-
 _COUNTERS = ("runs", "merge_calls", "updates", "failures")
 _CAME = (State.AGREED, State.DONE)
 

@@ -6,8 +6,6 @@ from typing import Any
 
 from mpistrat import hdf5
 
-__all__ = ["HDF5_ERRORS", "objects_of"]
-
 HDF5_ERRORS = (OSError, RuntimeError, KeyError, ValueError, TypeError)
 """What h5py raises where an object is damaged."""
 

@@ -7,8 +7,6 @@ import signal
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-__all__ = ["explain_killed", "killing_signal"]
-
 _PATTERN = "checkpoint-*.h5"
 _MAX_FOLDERS = 2000
 _MAX_DEPTH = 3

@@ -24,22 +24,6 @@ from rich.text import Text
 
 from mpistrat.settings import environment
 
-__all__ = [
-    "GROUPS",
-    "Command",
-    "check_can_draw",
-    "check_can_write",
-    "is_terminal",
-    "on_one_line",
-    "print_error",
-    "print_heading",
-    "print_json",
-    "print_line",
-    "print_note",
-    "print_table",
-    "tree_labels",
-]
-
 GROUPS = ("run programs", "look at files", "find faults", "measure", "other")
 """Headings of ``mpistrat --help``."""
 

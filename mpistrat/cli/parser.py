@@ -10,8 +10,6 @@ from mpistrat.cli import bench, checkpoints, diff, doctor, explain, run, timelin
 from mpistrat.cli.output import GROUPS, Command, print_error
 from mpistrat.version import __version__
 
-__all__ = ["make_parser"]
-
 
 class _MainParser(argparse.ArgumentParser):
     """The parser of ``mpistrat``, whose help has the commands in groups."""

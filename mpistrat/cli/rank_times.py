@@ -7,17 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = [
-    "CATEGORIES",
-    "COMPUTING",
-    "RankTimes",
-    "Straggler",
-    "find_straggler",
-    "segments",
-    "spans_by_rank",
-    "summarize",
-]
-
 CATEGORIES = {
     "checkpoint": "checkpoints",
     "data": "waiting for data",

@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,6 @@ import numpy as np
 from mpistrat.checkpoint.reader import CheckpointReader
 from mpistrat.cli.statistics import numbers_of, summarize
 from mpistrat.system.plots import LIGHT, add_heading, new_figure, printable, save_plot, styled
-
-__all__ = ["draw"]
 
 _NUM_BINS = 240
 _MAX_RIDGES = 240
@@ -34,9 +32,6 @@ _SMALLEST_LINEAR = 1e-300
 _SHORTEST = 1e-6
 _DECADES = 6
 """Decades of the axis on each side of zero, where the values need so many."""
-
-Pieces = Callable[[], Iterable[np.ndarray]]
-"""Returns the values of a variable in flat pieces, at each call again."""
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,6 @@ from mpistrat.settings import environment
 from mpistrat.system.cpu import num_cores
 from mpistrat.system.processes import descendants, prctl, send_signal
 
-__all__ = ["COMMAND"]
-
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _USAGE = 2
 """What argparse exits with. Python does too where it cannot open the program."""

@@ -13,8 +13,6 @@ from mpistrat.checkpoint.format import BITS_OF_FLOATS
 from mpistrat.checkpoint.reader import CheckpointReader
 from mpistrat.comm.wire import named_dtype
 
-__all__ = ["numbers_of", "summarize", "tell_apart"]
-
 
 def numbers_of(reader: CheckpointReader, name: str) -> Iterator[np.ndarray]:
     """Yield what `CheckpointReader.read_pieces` does; small floats stored as bits as float32."""

@@ -31,8 +31,6 @@ from mpistrat.cli.timeline_plot import draw
 from mpistrat.system.text import rank_list
 from mpistrat.tracing.trace import Part, Trace
 
-__all__ = ["COMMAND"]
-
 _COLUMNS = (COMPUTING, *(CATEGORIES[name] for name in ("wait", "move", "data", "checkpoint")))
 _MAX_ROWS = 32
 

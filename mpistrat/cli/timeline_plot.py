@@ -15,8 +15,6 @@ from mpistrat.cli.rank_times import CATEGORIES, COMPUTING, RankTimes, segments, 
 from mpistrat.system.plots import LIGHT, add_heading, new_figure, save_plot, styled
 from mpistrat.system.text import rank_spans, readable_time
 
-__all__ = ["draw"]
-
 CATEGORY_COLOURS = {
     COMPUTING: LIGHT.slate,
     CATEGORIES["move"]: LIGHT.blue,

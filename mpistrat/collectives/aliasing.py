@@ -9,8 +9,6 @@ import numpy as np
 
 from mpistrat.arrays import address_of
 
-__all__ = ["are_apart", "are_disjoint", "in_memory_of", "is_plain"]
-
 
 def is_plain(array: Any) -> bool:
     """Return whether `array` is a plain `numpy.ndarray` that is sent without a copy."""

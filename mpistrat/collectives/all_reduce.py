@@ -19,8 +19,6 @@ from mpistrat.options import CommunicationOptions, ReduceOp, ReduceOpLike
 from mpistrat.pytorch import is_loaded, is_tensor
 from mpistrat.values import IndexedSlices, localize
 
-__all__ = ["all_reduce"]
-
 _ndarray = np.ndarray
 _NUMBERS = (int, float)
 _NO_NESTS = (_ndarray, *_NUMBERS)

@@ -16,17 +16,6 @@ from mpistrat.collectives.nested import all_gather_nest, all_reduce_nest
 from mpistrat.options import CommunicationOptions, ReduceOp
 from mpistrat.pytorch import apply_differentiable, is_loaded, is_tensor
 
-__all__ = [
-    "MakeCall",
-    "all_gather_tensors",
-    "all_reduce_tensors",
-    "apply_to_tensors",
-    "backward_calls",
-    "has_tensors",
-    "pull_back_all_gather",
-    "pull_back_all_reduce",
-]
-
 
 def pull_back_all_reduce(
     call: CollectiveCall,

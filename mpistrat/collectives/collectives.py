@@ -35,8 +35,6 @@ from mpistrat.system.units import RunsUnits
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["CollectiveCall", "Collectives"]
-
 _MAX_PREPARED = 1024
 """More reductions than any loop repeats; a program with ever new shapes starts again there."""
 

@@ -15,8 +15,6 @@ from mpistrat.options import CommunicationOptions, ReduceOp, ReduceOpLike
 from mpistrat.system.callsite import call_site
 from mpistrat.values import Number, T, localize
 
-__all__ = ["GroupCollectives"]
-
 
 class GroupCollectives(ReplicaMoves):
     """The collectives of `ReplicaContext` and of `ReplicaContext.shards`.

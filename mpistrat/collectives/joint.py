@@ -19,8 +19,6 @@ from mpistrat.collectives.prepared import PreparedReduction
 from mpistrat.collectives.repeated import is_as_usual
 from mpistrat.comm.packing import Packing
 
-__all__ = ["JointReduction"]
-
 _ALL_CALL = Outcome.ALL_CALL
 """Module names are found faster than members of their classes, at each collective."""
 

@@ -24,8 +24,6 @@ from mpistrat.options import ReduceOp
 from mpistrat.sharding import consecutive, part_lengths
 from mpistrat.system.text import rank_list, ranks_by_value
 
-__all__ = ["AllToAll", "Broadcast", "Move", "Scatter", "Shift", "axis_of", "described"]
-
 
 class Move(ABC):
     """A collective that moves arrays, each in its own way."""

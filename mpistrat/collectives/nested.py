@@ -18,16 +18,6 @@ from mpistrat.pytorch import is_tensor, needs_graph, overwrite
 from mpistrat.ragged import Ragged
 from mpistrat.values import DistributedValues, IndexedSlices, T, localize
 
-__all__ = [
-    "PendingReduction",
-    "all_gather_nest",
-    "all_reduce_nest",
-    "leaf_arrays",
-    "like_leaf",
-    "reduce_over_axes",
-    "start_all_reduce_nest",
-]
-
 
 def all_reduce_nest(call: CollectiveCall, op: ReduceOp, nest: Any, detail: str = "") -> Any:
     """Reduce each leaf of `nest` over replicas. **Collective**."""

@@ -20,18 +20,6 @@ from mpistrat.arguments import as_integer
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.sharding import consecutive
 
-__all__ = [
-    "as_bytes",
-    "as_text",
-    "barrier",
-    "broadcast_object",
-    "from_bytes",
-    "from_text",
-    "gather_objects",
-    "join_object",
-    "split_object",
-]
-
 _R = TypeVar("_R")
 
 

@@ -8,8 +8,6 @@ import functools
 from mpistrat.collectives.collectives import CollectiveCall, Collectives
 from mpistrat.options import CommunicationImplementation, CommunicationOptions
 
-__all__ = ["OrderedCollectives", "check_can_order", "in_order"]
-
 
 class OrderedCall(CollectiveCall):
     """A collective call whose reductions keep the order."""

@@ -18,8 +18,6 @@ from mpistrat.comm.wire import cast, identity, result_dtype, wire_dtype
 from mpistrat.options import ReduceOp, ReduceOpLike
 from mpistrat.sharding import cut, part_lengths
 
-__all__ = ["ReduceScatter", "Scan"]
-
 _PIECE_BYTES = 2**20
 """A scan passes long arrays on in pieces, so that all ranks work at a time."""
 

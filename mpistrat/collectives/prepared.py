@@ -34,8 +34,6 @@ from mpistrat.comm.transport import Piggyback
 from mpistrat.native import native_library
 from mpistrat.options import CommunicationOptions, ReduceOp
 
-__all__ = ["Begun", "PreparedReduction", "dtype_name"]
-
 _logger = logging.getLogger("mpistrat")
 
 _BY_PYTHON, _READY, _IN_ROUND, _IN_BLOCKS, _IN_SLICES, _GATHERED = range(6)

@@ -25,8 +25,6 @@ from mpistrat.system.callsite import CodeOwner, code_owners, issuers, users_plac
 from mpistrat.tracing.flight_recorder import FlightEntry, State
 from mpistrat.tracing.spans import active, state_of_recording
 
-__all__ = ["RepeatedReduction", "is_as_usual"]
-
 _logger = logging.getLogger("mpistrat")
 
 _WAY = struct.Struct("=12q7Q")

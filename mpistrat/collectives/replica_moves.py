@@ -34,8 +34,6 @@ from mpistrat.options import CommunicationOptions, ReduceOpLike
 from mpistrat.pytorch import is_loaded, is_tensor, needs_graph, tensor_of_zeros
 from mpistrat.values import IndexedSlices, localize
 
-__all__ = ["ReplicaMoves"]
-
 T = TypeVar("T")
 
 

@@ -11,8 +11,6 @@ import numpy as np
 from mpistrat.arrays import Array
 from mpistrat.cuda_api import launch_kernel
 
-__all__ = ["THREADS", "Join", "addresses_on_device", "grouped_source", "launches_for"]
-
 THREADS = 256
 """Of each block."""
 _MAX_ARRAYS = 64

@@ -19,13 +19,6 @@ from mpistrat.cuda_api import Stream, pinned_empty
 from mpistrat.options import ReduceOp
 from mpistrat.sharding import cut
 
-__all__ = [
-    "DeviceCapabilities",
-    "DeviceCopier",
-    "DirectReducer",
-    "StagedReducer",
-]
-
 _NUM_BUFFERS = 3
 _MAX_PART_BYTES = 4 * 2**20
 _MIN_PART_BYTES = 2**18

@@ -25,8 +25,6 @@ from mpistrat.options import ReduceOp
 from mpistrat.settings import settings_at_the_end
 from mpistrat.system.cpu import mask_of_cores, own_cores
 
-__all__ = ["share_memory"]
-
 
 class _Attached(NamedTuple):
     """A message whose first block was copied in, and what `Message.whole` returned for it."""

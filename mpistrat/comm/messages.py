@@ -21,8 +21,6 @@ from mpistrat.comm.pool import Pool
 from mpistrat.mpi.survival import is_loss
 from mpistrat.mpi.world import largest_tag
 
-__all__ = ["BackOff", "Message", "Messenger", "Sending"]
-
 _ANY = MPI.ANY_SOURCE
 
 _HEAD = struct.Struct("<iiiqq")

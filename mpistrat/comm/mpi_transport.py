@@ -22,8 +22,6 @@ from mpistrat.mpi.survival import failed_ranks, has_failed, lost_ranks, revoke
 from mpistrat.mpi.world import library_version, world_ranks, world_size
 from mpistrat.options import ReduceOp
 
-__all__ = ["MpiTransport", "in_parts"]
-
 _PART_BYTES = 2**28
 """The longest message, so that counts of any MPI library hold it."""
 

@@ -19,8 +19,6 @@ from mpistrat.options import ReduceOp
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Link", "NcclLink", "NcclReducer"]
-
 _NUMBERS = ("i1", "u1", "i4", "u4", "i8", "u8", "f4", "f8")
 _TRIED_LENGTH = 1000
 _CONNECT_LIMIT_S = 120.0

@@ -17,8 +17,6 @@ from mpistrat.mpi.survival import revoked_on_loss
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["MemoryFile", "NodeFile", "Place", "all_of", "map_file", "share_memory_file"]
-
 _TOKEN_BYTES = 16
 
 

@@ -10,17 +10,6 @@ import numpy as np
 from mpistrat.arrays import Array, is_on_host
 from mpistrat.options import ReduceOp
 
-__all__ = [
-    "MOVES_AS",
-    "combine",
-    "combined_pair",
-    "compiled_function",
-    "divide",
-    "finish",
-    "mpi_operator",
-    "unify_nan",
-]
-
 _UFUNCS = {
     ReduceOp.SUM: np.add,
     ReduceOp.MEAN: np.add,

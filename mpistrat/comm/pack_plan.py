@@ -14,8 +14,6 @@ from mpistrat.arrays import native
 from mpistrat.comm.wire import as_ordered_integers, is_narrow, result_dtype, wire_dtype
 from mpistrat.options import CommunicationOptions, ReduceOp
 
-__all__ = ["GatherPlan", "Pack", "Plan", "plan_reduction"]
-
 _AUTOMATIC_BYTES_PER_PACK = 2**25
 """For ``bytes_per_pack=0``."""
 

@@ -15,17 +15,6 @@ from mpistrat.comm.wire import as_floats, as_ordered_integers, cast, cast_into
 from mpistrat.cuda_api import Stream, cupy
 from mpistrat.native import native_library
 
-__all__ = [
-    "Message",
-    "Packing",
-    "ReusedDevicePacking",
-    "ReusedPacking",
-    "describe_function",
-    "describe_on_device",
-    "pack",
-    "placed_like",
-]
-
 
 class Message:
     """Arrays to be reduced, and where the results go."""

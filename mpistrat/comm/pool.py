@@ -16,8 +16,6 @@ import numpy as np
 from mpistrat.arrays import array_at_function
 from mpistrat.comm.shared_memory import Arena
 
-__all__ = ["Pool"]
-
 _SMALLEST = 2**16
 """Smaller arrays come from NumPy, which keeps such memory itself."""
 

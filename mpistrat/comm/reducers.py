@@ -13,8 +13,6 @@ from mpistrat.comm.wire import accumulator_dtype, cast
 from mpistrat.options import ReduceOp
 from mpistrat.sharding import cut, slice_of_rank
 
-__all__ = ["MpiReducer", "ReduceScatterReducer", "plan_blocks", "slice_lengths"]
-
 
 class MpiReducer:
     """Reduces by the MPI library, which selects the order of the operands."""

@@ -24,8 +24,6 @@ from mpistrat.native import native_library
 from mpistrat.options import ReduceOp
 from mpistrat.sharding import Fold, replicas_of_ranks
 
-__all__ = ["Meetings", "ReplicaReducer"]
-
 Meet = Callable[[str, Any, Callable[[list[Any]], Sequence[Any]]], Any]
 """``meet(what, given, act)``: waits until all replicas of this rank have called it with an equal
 `what`, calls ``act(values)`` once with what they have `given`, in order, and returns to each its

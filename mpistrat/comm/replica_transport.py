@@ -13,8 +13,6 @@ from mpistrat.comm.transport import NodeReducer, Piggyback, SoloRound, Transport
 from mpistrat.options import ReduceOp
 from mpistrat.sharding import replicas_of_ranks
 
-__all__ = ["ReplicaTransport"]
-
 
 class ReplicaTransport:
     """One replica among all of them: its rank, in a `Transport`, is the number of the replica.

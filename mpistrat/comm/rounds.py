@@ -19,8 +19,6 @@ from mpistrat.comm.shared_memory import NodeMemory
 from mpistrat.native import native_library
 from mpistrat.options import ReduceOp
 
-__all__ = ["GatheredRound", "MpiRound", "SharedRound", "mpi_round"]
-
 _MASK = 2**64 - 1
 _VALUES = struct.Struct("=4Q")
 

@@ -12,8 +12,6 @@ from mpistrat.comm.shared_memory import StepSequence
 from mpistrat.options import ReduceOp
 from mpistrat.sharding import Fold
 
-__all__ = ["LocalRows", "RowOrder"]
-
 _ALL_BYTES = 2**62
 
 

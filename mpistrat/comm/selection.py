@@ -15,8 +15,6 @@ from mpistrat.comm.transport import NodeReducer, Reducer, Transport
 from mpistrat.comm.wire import is_narrow
 from mpistrat.options import CommunicationImplementation, CommunicationOptions, ReduceOp
 
-__all__ = ["check_options", "check_plan", "choose_reducer", "is_shareable"]
-
 _AUTO = CommunicationImplementation.AUTO
 _MPI = CommunicationImplementation.MPI
 _NCCL = CommunicationImplementation.NCCL

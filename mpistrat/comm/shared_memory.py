@@ -14,8 +14,6 @@ import numpy as np
 from mpistrat.comm.node_file import MemoryFile, Place, map_file
 from mpistrat.native import native_library
 
-__all__ = ["Arena", "NodeMemory", "StepSequence", "WaitLeft"]
-
 _MAP_FIXED = 0x10  # of <linux/mman.h>; the module mmap does not name it
 
 

@@ -16,9 +16,6 @@ from mpistrat.comm.transport import Occupancy
 from mpistrat.options import ReduceOp
 from mpistrat.system.threads import Background
 
-__all__ = ["SharedMemoryReducer"]
-
-
 _BLOCK_BYTES = 2**19
 _ALIGNMENT = 64
 _SMALL_BYTES = 2**15

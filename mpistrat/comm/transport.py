@@ -14,17 +14,6 @@ from mpistrat.comm.pool import Pool
 from mpistrat.options import ReduceOp
 from mpistrat.settings import settings_at_the_end
 
-__all__ = [
-    "NodeReducer",
-    "Occupancy",
-    "Piggyback",
-    "Reducer",
-    "Round",
-    "SoloRound",
-    "SoloTransport",
-    "Transport",
-]
-
 
 class Reducer(Protocol):
     """Reduces messages of equal dtype and lengths on all ranks. All methods are **Collective**."""

@@ -14,22 +14,6 @@ from mpistrat.arrays import Array, host_view, is_on_host
 from mpistrat.options import ReduceOp
 from mpistrat.sharding import cut
 
-__all__ = [
-    "TEXT_KINDS",
-    "accumulator_dtype",
-    "as_floats",
-    "as_ordered_integers",
-    "cast",
-    "cast_into",
-    "identity",
-    "is_floating",
-    "is_narrow",
-    "named_dtype",
-    "result_dtype",
-    "wire_dtype",
-    "with_width",
-]
-
 TEXT_KINDS = "SU"
 """Kinds of dtype whose width is that of the longest text in an array."""
 

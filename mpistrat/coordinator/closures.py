@@ -32,15 +32,6 @@ from mpistrat.variables.remote import RemoteVariable
 if TYPE_CHECKING:
     from mpistrat.strategies.server_extended import ServerExtended
 
-__all__ = [
-    "Closure",
-    "Outcome",
-    "Travels",
-    "pack_arguments",
-    "run_closure",
-    "unpack",
-]
-
 _DONE, _FAILED = 0, 1
 """The kinds of an outcome."""
 

@@ -18,8 +18,6 @@ from mpistrat.errors import ContextError, MpistratError
 from mpistrat.strategies.parameter_server import ParameterServerStrategy
 from mpistrat.variables import Variable
 
-__all__ = ["ClusterCoordinator", "RemoteValue"]
-
 
 class RemoteValue(Travels):
     """The result of a closure, made by `ClusterCoordinator.schedule`.

@@ -15,8 +15,6 @@ from mpistrat.system.text import array_type, brief, small_values
 if TYPE_CHECKING:
     from mpistrat.strategies.server_extended import ServerExtended
 
-__all__ = ["describe_call"]
-
 _MAX_CHARACTERS = 400
 
 

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from mpistrat.comm.messages import Message
     from mpistrat.strategies.server_extended import ServerExtended
 
-__all__ = ["Dispatcher"]
-
 _logger = logging.getLogger("mpistrat")
 
 _MAX_WAITING = 2**18

@@ -10,15 +10,6 @@ from collections.abc import Callable
 from types import CodeType, ModuleType
 from typing import Any, NamedTuple
 
-__all__ = [
-    "FunctionName",
-    "find_function",
-    "join_body",
-    "look_up",
-    "name_of_function",
-    "split_body",
-]
-
 _LENGTH = struct.Struct("<I")
 
 

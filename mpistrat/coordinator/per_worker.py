@@ -14,13 +14,6 @@ from mpistrat.values import localize
 if TYPE_CHECKING:
     from mpistrat.strategies.server_extended import ServerExtended
 
-__all__ = [
-    "PerWorkerDataset",
-    "PerWorkerValues",
-    "WorkerData",
-    "experimental_get_current_worker_index",
-]
-
 
 class PerWorkerValues(Travels):
     """A value of which each worker has its own. Passed to a closure it is that of its worker.

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from mpistrat.comm.messages import Message
     from mpistrat.strategies.server_extended import ServerExtended
 
-__all__ = ["dispatcher_of"]
-
 _CLOSE, _END, _FAIL = 1, 2, 3
 """What the chief says on the control lane: finish; all have finished; the chief has failed."""
 

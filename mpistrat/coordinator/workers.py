@@ -6,8 +6,6 @@ from collections import deque
 
 from mpistrat.coordinator.closures import Closure
 
-__all__ = ["Worker"]
-
 _IN_FLIGHT = 2
 """Closures at a worker, so that it has the next one when it has done one."""
 

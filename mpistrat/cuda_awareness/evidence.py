@@ -20,20 +20,6 @@ from mpistrat.settings import environment
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = [
-    "Answer",
-    "CudaAwareness",
-    "Evidence",
-    "Outcome",
-    "Trial",
-    "gather_claims",
-    "judge",
-    "list_libraries",
-    "list_switches",
-    "loaded_files",
-    "weigh",
-]
-
 
 class Answer(enum.IntEnum):
     """Whether MPI may be given device memory; the weakest answer is the smallest."""

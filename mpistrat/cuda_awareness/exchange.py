@@ -25,8 +25,6 @@ from mpistrat.mpi.world import abort_world, communicator
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["main"]
-
 _LENGTHS = (1, 2**10, 2**14, 2**20)
 """Elements of 4 bytes: libraries use other protocols for long messages than for short ones."""
 

@@ -36,8 +36,6 @@ from mpistrat.system.processes import Program
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["cuda_awareness"]
-
 _LIMIT_S = 60.0
 _PATIENCE_S = 5.0
 """How long to wait for a killed process: one that hangs in a driver does not end."""

@@ -15,17 +15,15 @@ from mpistrat.data.order import (
     UNKNOWN,
     Block,
     Order,
-    PassKey,
     Transformation,
     skip_items,
 )
+from mpistrat.data.random import PassKey
 from mpistrat.data.sources import RangeSource
 from mpistrat.data.spec import batched
 from mpistrat.data.stacking import Column, stacked
 from mpistrat.data.transforms import Map, Reordering
 from mpistrat.sharding import ceil_div
-
-__all__ = ["Batch", "Enumerate", "Unbatch", "WholeBatches", "refuse_numbered", "regroup", "wrapped"]
 
 
 @dataclass(frozen=True)

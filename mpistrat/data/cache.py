@@ -16,16 +16,14 @@ from mpistrat import nests
 from mpistrat.comm.node_file import NodeFile
 from mpistrat.data.cache_store import CacheStore, Record, record_bytes
 from mpistrat.data.chunks import ChunkLayout
-from mpistrat.data.order import Block, Example, PassKey, Source, span_of
+from mpistrat.data.order import Block, Example, Source, span_of
 from mpistrat.data.pipeline import Pipeline
-from mpistrat.data.random import PassStream
+from mpistrat.data.random import PassKey, PassStream
 from mpistrat.data.stacking import columns_of, rows_of
 from mpistrat.system.text import readable_size
 
 if TYPE_CHECKING:
     from mpistrat.collectives.collectives import Collectives
-
-__all__ = ["Cached", "share_cache", "size_in_bytes"]
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _LEAST_RECORD = 16

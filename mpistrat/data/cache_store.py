@@ -12,8 +12,6 @@ from mpistrat.comm.node_file import NodeFile
 from mpistrat.data.spec import ArraySpec, object_column
 from mpistrat.system.text import readable_size
 
-__all__ = ["CacheStore", "Record", "record_bytes"]
-
 _ALIGNMENT = 8
 _HEADER = 8
 """Integers before the index, of which the first is the number of bytes that records take."""

@@ -8,8 +8,6 @@ from functools import cached_property
 
 import numpy as np
 
-__all__ = ["CHUNK_OVERHEAD_BYTES", "ChunkLayout"]
-
 CHUNK_OVERHEAD_BYTES = 2048
 """What a chunk in memory needs besides its rows, which counts where chunks are tiny."""
 

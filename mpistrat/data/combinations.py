@@ -26,8 +26,6 @@ from mpistrat.options import AutoShardPolicy
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Combinations"]
-
 
 class Combinations(Transformations):
     """The methods of `Dataset` that stand on other data sets."""

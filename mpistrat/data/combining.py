@@ -14,8 +14,9 @@ import numpy as np
 from mpistrat import nests
 from mpistrat.data.batching import Batch
 from mpistrat.data.chunks import ChunkLayout
-from mpistrat.data.order import ENDLESS, Block, PassKey, blocks_of_range
+from mpistrat.data.order import ENDLESS, Block, blocks_of_range
 from mpistrat.data.pipeline import Pipeline
+from mpistrat.data.random import PassKey
 from mpistrat.data.shuffle import Shuffle
 from mpistrat.data.spec import ArraySpec, describe
 from mpistrat.data.transforms import Repeat, SameOrder, Skip, Take
@@ -28,8 +29,6 @@ from mpistrat.data.views import (
     position_layout,
 )
 from mpistrat.errors import DataError
-
-__all__ = ["Concatenated", "Zipped", "common_spec", "permutes_rows", "unshuffled_rows"]
 
 
 class Zipped(View):

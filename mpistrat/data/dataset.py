@@ -19,8 +19,6 @@ from mpistrat.options import AutoShardPolicy
 from mpistrat.system.hints import HintedType
 from mpistrat.user_warnings.whole_batches import note_batch
 
-__all__ = ["Dataset"]
-
 _Name = str | Field
 
 

@@ -37,8 +37,6 @@ from mpistrat.options import AutoShardPolicy, InputContext, InputOptions, InputR
 if TYPE_CHECKING:
     from mpistrat.collectives.collectives import Collectives
 
-__all__ = ["distribute", "distribute_from_function"]
-
 
 def distribute(
     dataset: Dataset, options: InputOptions | None, collectives: Collectives, device: Device

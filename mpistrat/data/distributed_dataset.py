@@ -28,9 +28,6 @@ from mpistrat.user_warnings.once import warn_once
 if TYPE_CHECKING:
     from mpistrat.collectives.collectives import Collectives
 
-__all__ = ["BatchSlices", "DistributedDataset", "NextElement", "RankDataset", "RankPipeline"]
-
-
 _NEXT_BATCH = "next batch"
 """How errors name the collectives of an iteration."""
 

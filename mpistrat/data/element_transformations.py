@@ -18,8 +18,6 @@ from mpistrat.data.transforms import Map, SameOrder
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["ElementTransformations"]
-
 
 class ElementTransformations(Combinations):
     """The methods of `Dataset` that make batches in other ways, keep elements or leave them out."""

@@ -19,13 +19,11 @@ from mpistrat import nests
 from mpistrat.data.batching import Batch, Enumerate
 from mpistrat.data.mapping import Entry, GroupEnd, Mapper
 from mpistrat.data.numbering import Numbering
-from mpistrat.data.order import Block, PassKey, Reader
-from mpistrat.data.random import PassStream
+from mpistrat.data.order import Block, Reader
+from mpistrat.data.random import PassKey, PassStream
 from mpistrat.data.stacking import Column, Columns, columns_of
 from mpistrat.data.transforms import Map
 from mpistrat.errors import DataError
-
-__all__ = ["ElementMaker", "examples_to_read", "look_ahead"]
 
 _READ_AHEAD = 256
 """How many examples are read at a time where they are handed out one by one."""

@@ -15,8 +15,6 @@ from mpistrat.data.order import Block
 from mpistrat.data.pipeline import Pipeline
 from mpistrat.data.random import PassStream
 
-__all__ = ["Sound"]
-
 _logger = logging.getLogger("mpistrat")
 
 _MAX_NAMED = 5

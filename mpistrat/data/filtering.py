@@ -15,8 +15,9 @@ from mpistrat import sharding
 from mpistrat.data.chunks import ChunkLayout
 from mpistrat.data.combining import permutes_rows, unshuffled_rows
 from mpistrat.data.fingerprint import check_same
-from mpistrat.data.order import Block, PassKey, function_name
+from mpistrat.data.order import Block, function_name
 from mpistrat.data.pipeline import Pipeline
+from mpistrat.data.random import PassKey
 from mpistrat.data.shuffle import Shuffle
 from mpistrat.data.views import (
     Child,
@@ -30,8 +31,6 @@ from mpistrat.options import AutoShardPolicy
 
 if TYPE_CHECKING:
     from mpistrat.collectives.collectives import Collectives
-
-__all__ = ["Filtered", "evaluate_filter"]
 
 
 class Filtered(View):

@@ -20,8 +20,6 @@ from mpistrat.version import ORDER_VERSION
 if TYPE_CHECKING:
     from mpistrat.collectives.collectives import Collectives
 
-__all__ = ["check_same", "digest", "order_digest", "position_layout"]
-
 
 def _fingerprint(pipeline: Pipeline, policy: AutoShardPolicy) -> list[str]:
     """Return all that must be the same on all ranks, one thing an entry."""

@@ -10,8 +10,6 @@ from mpistrat.arguments import as_integer
 from mpistrat.errors import OutOfRangeError
 from mpistrat.tracing.spans import span
 
-__all__ = ["ElementIterator", "Optional", "Position"]
-
 
 class Position:
     """The number of the pass, from 0 on, and how many of its elements were handed out."""

@@ -17,8 +17,6 @@ from mpistrat.data.random import MapScope, PassStream
 from mpistrat.data.transforms import Map
 from mpistrat.errors import DataError
 
-__all__ = ["Entry", "GroupEnd", "Mapper"]
-
 _Step = tuple[Map | Enumerate, Numbering, Callable[[Any], np.random.Generator], bool]
 """A map, the numbers of its examples, what makes the random numbers of one, and whether it gets
 batches."""

@@ -10,8 +10,6 @@ from mpistrat.data.batching import Batch
 from mpistrat.data.order import Source, Transformation, span_of
 from mpistrat.data.random import PassKey
 
-__all__ = ["Numbering"]
-
 
 class Numbering:
     """Gives each item its number in a data set, shuffles aside, and its later repetitions.

@@ -19,25 +19,6 @@ import numpy as np
 from mpistrat.data.chunks import ChunkLayout
 from mpistrat.data.random import PassKey, PassStream
 
-__all__ = [
-    "ENDLESS",
-    "UNKNOWN",
-    "Block",
-    "Example",
-    "KnownPasses",
-    "Order",
-    "PassKey",
-    "PlainSource",
-    "Reader",
-    "Source",
-    "Transformation",
-    "blocks_of_range",
-    "function_name",
-    "moved_items",
-    "skip_items",
-    "span_of",
-]
-
 ENDLESS = -1
 UNKNOWN = -2
 

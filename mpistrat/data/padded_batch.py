@@ -15,8 +15,6 @@ from mpistrat.data.stacking import Column, stacked
 from mpistrat.errors import DataError
 from mpistrat.ragged import Ragged
 
-__all__ = ["PaddedBatch", "RaggedBatch"]
-
 Shape = tuple["int | None", ...]
 
 

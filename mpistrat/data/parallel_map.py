@@ -15,8 +15,6 @@ from mpistrat.settings import environment
 from mpistrat.system.cpu import num_cores
 from mpistrat.system.threads import clean_up
 
-__all__ = ["AUTOTUNE", "ParallelMap", "cores_of_rank", "num_threads"]
-
 AUTOTUNE = -1
 """Stands for this rank's share of the cores."""
 

@@ -34,8 +34,6 @@ from mpistrat.data.transforms import Map, Prefetch, SameOrder
 from mpistrat.errors import DataError
 from mpistrat.system.threads import in_background
 
-__all__ = ["Pipeline", "Prepare", "numbered_steps"]
-
 Prepare = Callable[[Any], Any]
 """Takes a batch in host memory, and may begin to copy it to a device."""
 

@@ -17,8 +17,6 @@ import numpy as np
 from mpistrat.arguments import as_integer
 from mpistrat.errors import ContextError
 
-__all__ = ["MapScope", "PassKey", "PassStream", "example_rng", "example_rngs", "replica_rng"]
-
 _MAP_NUMBERS = 2**32 - 1
 """Keeps these streams apart from those that a shuffle of the same seed draws from."""
 

@@ -13,8 +13,6 @@ from mpistrat.values import PerReplica
 if TYPE_CHECKING:
     from mpistrat.collectives.collectives import Collectives
 
-__all__ = ["ReplicatedDataset"]
-
 _END = object()
 
 

@@ -16,9 +16,9 @@ from mpistrat import nests, sharding
 from mpistrat.data.chunks import ChunkLayout
 from mpistrat.data.combining import permutes_rows, unshuffled_rows
 from mpistrat.data.fingerprint import check_same
-from mpistrat.data.order import Block, PassKey
+from mpistrat.data.order import Block
 from mpistrat.data.pipeline import Pipeline
-from mpistrat.data.random import PassStream
+from mpistrat.data.random import PassKey, PassStream
 from mpistrat.data.shuffle import Shuffle
 from mpistrat.data.spec import ArraySpec
 from mpistrat.data.views import Child, Part, View, position_borders, position_layout, scattered
@@ -27,8 +27,6 @@ from mpistrat.options import AutoShardPolicy
 
 if TYPE_CHECKING:
     from mpistrat.collectives.collectives import Collectives
-
-__all__ = ["Rows", "count_rows"]
 
 _LEAST_AHEAD = 2**10
 """So many rows are known ahead at least, so that elements are read ahead of their use."""

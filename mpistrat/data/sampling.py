@@ -13,8 +13,9 @@ import numpy as np
 
 from mpistrat.data.chunks import ChunkLayout
 from mpistrat.data.combining import common_spec
-from mpistrat.data.order import ENDLESS, Block, Order, PassKey
+from mpistrat.data.order import ENDLESS, Block, Order
 from mpistrat.data.pipeline import Pipeline
+from mpistrat.data.random import PassKey
 from mpistrat.data.transforms import Reordering
 from mpistrat.data.views import (
     Child,
@@ -26,8 +27,6 @@ from mpistrat.data.views import (
     position_layout,
 )
 from mpistrat.system.text import brief
-
-__all__ = ["Mixed", "SampleBatches", "Sampled", "Weights", "checked_weights"]
 
 _DRAWS, _CHOICES = 2**32 - 3, 2**32 - 4
 """Keep these streams apart from those of shuffles and maps of the same seed."""

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from mpistrat.data.chunks import ChunkLayout
-from mpistrat.data.order import Block, Order, PassKey
+from mpistrat.data.order import Block, Order
 from mpistrat.data.pipeline import Pipeline
+from mpistrat.data.random import PassKey
 from mpistrat.data.transforms import Reordering
 from mpistrat.data.views import (
     Child,
@@ -23,8 +24,6 @@ from mpistrat.data.views import (
     position_layout,
 )
 from mpistrat.system.text import brief
-
-__all__ = ["Indices", "SelectBatches", "Selected"]
 
 
 class Indices:

@@ -14,11 +14,10 @@ import numpy as np
 
 from mpistrat.data.batching import regroup
 from mpistrat.data.chunks import ChunkLayout
-from mpistrat.data.order import ENDLESS, Block, Order, PassKey, skip_items
+from mpistrat.data.order import ENDLESS, Block, Order, skip_items
+from mpistrat.data.random import PassKey
 from mpistrat.data.transforms import Reordering
 from mpistrat.sharding import ceil_div
-
-__all__ = ["WINDOW_BYTES", "Partitions", "Shuffle"]
 
 WINDOW_BYTES = 48 * 2**20
 """Size of the window that ``window=None`` means for files. The next one is decoded meanwhile, so

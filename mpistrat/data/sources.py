@@ -17,19 +17,16 @@ from mpistrat.data.order import (
     UNKNOWN,
     Block,
     Example,
-    PassKey,
     PlainSource,
     blocks_of_range,
     function_name,
     skip_items,
 )
-from mpistrat.data.random import PassStream
+from mpistrat.data.random import PassKey, PassStream
 from mpistrat.data.spec import ArraySpec, fitted, object_column
 from mpistrat.errors import DataError
 from mpistrat.system.digests import digest_of_values, mixed_digest
 from mpistrat.system.text import array_type
-
-__all__ = ["ArraySource", "CountSource", "GeneratorSource", "RangeSource", "generators_of"]
 
 
 class _InMemory(PlainSource):

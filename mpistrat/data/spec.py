@@ -12,18 +12,6 @@ import numpy as np
 from mpistrat import nests
 from mpistrat.ragged import Ragged
 
-__all__ = [
-    "ArraySpec",
-    "batched",
-    "describe",
-    "empty_batch",
-    "fitted",
-    "object_column",
-    "open_batch",
-    "spec_of",
-    "with_room_for_text",
-]
-
 
 @nests.leaf_type
 @dataclass(frozen=True, init=False)

@@ -15,8 +15,6 @@ from mpistrat.data.order import Block
 from mpistrat.data.spec import ArraySpec, fitted, object_column
 from mpistrat.errors import DataError
 
-__all__ = ["Column", "Columns", "columns_of", "rows_of", "stacked"]
-
 
 @dataclass(frozen=True)
 class Column:

@@ -13,13 +13,11 @@ from typing import Any
 import numpy as np
 
 from mpistrat.data.chunks import ChunkLayout
-from mpistrat.data.order import UNKNOWN, Block, PassKey, PlainSource, Source, skip_items
+from mpistrat.data.order import UNKNOWN, Block, PlainSource, Source, skip_items
 from mpistrat.data.pipeline import Pipeline
-from mpistrat.data.random import PassStream
+from mpistrat.data.random import PassKey, PassStream
 from mpistrat.data.sources import GeneratorSource
 from mpistrat.data.views import View
-
-__all__ = ["view_or_stream"]
 
 
 def view_or_stream(view: View) -> Source:

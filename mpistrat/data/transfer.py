@@ -15,8 +15,6 @@ from mpistrat.arrays import Array, Device, host_view, is_array, is_number, is_on
 from mpistrat.cuda_api import Stream, has_device_dtype, pinned_empty
 from mpistrat.ragged import Ragged
 
-__all__ = ["memory_for", "transfer_to"]
-
 
 class _Transfer(Protocol):
     """Brings elements to a device in two steps; others may begin in between."""

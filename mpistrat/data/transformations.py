@@ -18,9 +18,6 @@ from mpistrat.options import AutoShardPolicy
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Transformations"]
-
-
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 

@@ -15,23 +15,12 @@ from mpistrat.data.order import (
     Block,
     KnownPasses,
     Order,
-    PassKey,
     Transformation,
     function_name,
     moved_items,
     skip_items,
 )
-
-__all__ = [
-    "Map",
-    "Prefetch",
-    "Reordering",
-    "Repeat",
-    "SameOrder",
-    "Shard",
-    "Skip",
-    "Take",
-]
+from mpistrat.data.random import PassKey
 
 
 class Reordering(Transformation):

@@ -22,8 +22,6 @@ from mpistrat.data.spec import ArraySpec, fitted, spec_of
 from mpistrat.errors import DataError
 from mpistrat.system.threads import clean_up
 
-__all__ = ["UserSource", "refuse_lazy_arrays"]
-
 _MAX_THREADS = 8
 _PIECE_ROWS = 64
 """Of a source without chunks so many examples are read at a time."""

@@ -21,27 +21,14 @@ from mpistrat.data.order import (
     ENDLESS,
     Block,
     KnownPasses,
-    PassKey,
     Reader,
     blocks_of_range,
     span_of,
 )
 from mpistrat.data.pipeline import Pipeline
-from mpistrat.data.random import PassStream
+from mpistrat.data.random import PassKey, PassStream
 from mpistrat.data.stacking import columns_of
 from mpistrat.system.threads import clean_up
-
-__all__ = [
-    "Child",
-    "Part",
-    "View",
-    "borders_between",
-    "count_from",
-    "no_fixed_files",
-    "position_borders",
-    "position_layout",
-    "scattered",
-]
 
 _ENDLESS_BLOCK = 2**12
 

@@ -12,13 +12,12 @@ import numpy as np
 from mpistrat import nests
 from mpistrat.data import shuffle
 from mpistrat.data.chunks import ChunkLayout
-from mpistrat.data.order import ENDLESS, PassKey
+from mpistrat.data.order import ENDLESS
 from mpistrat.data.pipeline import Pipeline
+from mpistrat.data.random import PassKey
 from mpistrat.data.spec import ArraySpec
 from mpistrat.data.views import Child, Part, View, position_borders, position_layout
 from mpistrat.errors import DataError
-
-__all__ = ["Windowed"]
 
 _MERGED, _MIN_PIECES = 8, 24
 """Up to so many neighbouring chunks are shuffled together, because windows at the end need the

@@ -23,15 +23,6 @@ from mpistrat.strategies.devices import Offer, make_offer
 from mpistrat.system.cpu import own_cores
 from mpistrat.version import __version__
 
-__all__ = [
-    "Finding",
-    "Level",
-    "RankFacts",
-    "collect_facts",
-    "count_allocated_gpus",
-    "mpi_libraries",
-]
-
 
 class Level(enum.Enum):
     """Severity of a finding."""

@@ -33,18 +33,6 @@ from mpistrat.settings import environment, settings_at_the_end
 from mpistrat.strategies.devices import choose_devices, ranks_on_one_gpu
 from mpistrat.system.text import rank_list
 
-__all__ = [
-    "check_bandwidth",
-    "check_blas_threads",
-    "check_cores",
-    "check_cuda_awareness",
-    "check_gpus",
-    "check_nccl",
-    "collect_cuda_facts",
-    "has_cuda_part",
-    "measure_speed",
-]
-
 
 def _by_node(facts: Sequence[RankFacts]) -> list[list[RankFacts]]:
     """Return the facts grouped by node."""

@@ -25,8 +25,6 @@ from mpistrat.native import HOW_TO_COMPILE
 from mpistrat.settings import settings
 from mpistrat.system.text import rank_list
 
-__all__ = ["examine"]
-
 
 @dataclass(frozen=True)
 class Report:

@@ -28,8 +28,6 @@ from mpistrat.mpi.world import (
 from mpistrat.settings import environment
 from mpistrat.system.processes import Program
 
-__all__ = ["Start", "start"]
-
 _ROOM = 64 * 2**20
 """Bytes of shared memory that a few ranks need; Open MPI asks for 16 MiB per rank."""
 

@@ -24,8 +24,6 @@ from mpistrat.mpi.launcher import without_launcher
 from mpistrat.settings import environment
 from mpistrat.system.processes import Program
 
-__all__ = ["FolderFacts", "check_folder", "check_hdf5", "probe_folder", "probe_hdf5"]
-
 _LIMIT_S = 60.0
 _PROBE = "from mpistrat.doctor.storage import print_hdf5_versions as run; run()"
 _MISSING = "it does not exist"

@@ -41,8 +41,6 @@ from mpistrat.settings import settings_at_the_end
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["open_channel", "open_group", "open_last_channel"]
-
 _POLL_S = 0.0002
 _LONG_POLL_S = 0.002
 """The same after a second, when more than an answer is missing."""

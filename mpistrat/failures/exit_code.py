@@ -20,8 +20,6 @@ from mpistrat.mpi.survival import finalize_within, why_not_tolerant
 from mpistrat.native import native_library
 from mpistrat.system import exit_hooks
 
-__all__ = ["bound_end_of_mpi", "end_without_mpi", "note_exit_code"]
-
 _END_S = 5.0
 """For MPI to end, which waits for the other ranks."""
 _FINALIZE_S = 1.0

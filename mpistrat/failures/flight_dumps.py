@@ -31,16 +31,6 @@ from mpistrat.system.text import format_detail, rank_list, rank_spans, text_of
 from mpistrat.tracing.flight_recorder import FlightEntry
 from mpistrat.version import __version__
 
-__all__ = [
-    "FORMAT",
-    "FORMAT_VERSION",
-    "dump",
-    "forget",
-    "install",
-    "on_channel_failure",
-    "on_end_of_job",
-]
-
 _logger = logging.getLogger("mpistrat")
 
 FORMAT = "mpistrat-flight"

@@ -25,17 +25,6 @@ from mpistrat.system.text import rank_list
 if TYPE_CHECKING:
     from mpistrat.agreement.channel import Channel
 
-__all__ = [
-    "close",
-    "flush",
-    "forward_over",
-    "install",
-    "print_last",
-    "print_line",
-    "stop_over",
-    "take_lines",
-]
-
 _logger = logging.getLogger("mpistrat")
 WINDOW_S = 0.3
 """How long a line waits for the equal line of other ranks."""

@@ -31,21 +31,6 @@ from mpistrat.system.text import rank_list
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = [
-    "explained_losses",
-    "find_lost",
-    "has_proven_tolerance",
-    "is_given_up",
-    "leave_lost",
-    "leave_out",
-    "leave_replaced",
-    "leave_without",
-    "loss_error",
-    "note_lost",
-    "outlive_losses",
-    "warn_of_intolerance",
-]
-
 _logger = logging.getLogger("mpistrat")
 
 _PRINT_S = 0.3

@@ -21,8 +21,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Address", "Handler", "Monitor", "Question"]
-
 _MAX_BYTES = 2**20
 _BACKLOG = 512
 _PATIENCE_S = 1.0

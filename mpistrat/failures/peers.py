@@ -29,8 +29,6 @@ from mpistrat.system.exit_hooks import is_at_work
 from mpistrat.system.text import rank_list
 from mpistrat.system.threads import call_later
 
-__all__ = ["MonitorClient"]
-
 _LIMIT_S = 1.5
 """How long an answer may take."""
 _SHORT_LIMIT_S = 0.3

@@ -9,8 +9,6 @@ from collections.abc import Callable
 from mpistrat.agreement.channel import Channel
 from mpistrat.failures.monitor import Monitor
 
-__all__ = ["process"]
-
 
 class _ProcessState:
     """The state of this process that the modules of this folder share."""

@@ -19,15 +19,6 @@ from mpistrat.system.callsite import (
 )
 from mpistrat.system.exit_hooks import is_at_work
 
-__all__ = [
-    "NEVER_COMES",
-    "Answer",
-    "RankState",
-    "describe_rank_state",
-    "is_suspended",
-    "rank_state",
-]
-
 _MAX_FRAMES = 4
 
 Answer = dict[str, Any]

@@ -23,8 +23,6 @@ from mpistrat.version import (
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Rendezvous"]
-
 _MASK = 2**64 - 1
 
 _INSTALLED = (

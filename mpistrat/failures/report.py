@@ -15,8 +15,6 @@ from mpistrat.settings import settings_at_the_end
 from mpistrat.system.callsite import CodeOwner, code_owners
 from mpistrat.system.text import rank_list, text_of
 
-__all__ = ["describe_failure", "format_failure", "print_failures"]
-
 _MAX_LINES = 30
 _MAX_LINES_OF_MESSAGE = 24
 _MAX_CHARACTERS = 2000

@@ -28,8 +28,6 @@ from mpistrat.system import exit_hooks
 from mpistrat.system.callsite import failure_site
 from mpistrat.system.text import rank_list, text_of
 
-__all__ = ["install", "register_channel"]
-
 _logger = logging.getLogger("mpistrat")
 
 _POLL_S = 0.0005

@@ -24,8 +24,6 @@ from mpistrat.failures.flight_dumps import on_channel_failure
 from mpistrat.system.callsite import site_of_thread
 from mpistrat.system.threads import raise_in_thread
 
-__all__ = ["start_watchdog", "stop_watchdog", "watch_device"]
-
 _LONGEST_TICK_S = 5.0
 _STANDARD_ERROR = 2
 _TICKS = 4

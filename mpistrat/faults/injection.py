@@ -26,8 +26,6 @@ from mpistrat.mpi.world import started_world
 from mpistrat.settings import settings
 from mpistrat.system.text import rank_list
 
-__all__ = ["Fault", "Injection", "inject_from_environment", "read_fault"]
-
 _GRAMMAR = (
     "delay:SECONDS, jitter:SECONDS, kill, stop, exhaust, corrupt[:BIT], raise:CLASS, exit[:CODE] "
     "or _exit[:CODE], then @rank=R,collective=K (a delay may leave either out; jitter has no "

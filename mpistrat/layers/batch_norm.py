@@ -30,8 +30,6 @@ from mpistrat.strategies import get_replica_context, get_strategy
 from mpistrat.trackable import Trackable
 from mpistrat.variables import Variable
 
-__all__ = ["BatchNorm"]
-
 
 def _check_parameters(num_features: Any, momentum: Any, epsilon: Any, dtype: Any) -> None:
     """Refuse parameters out of range."""

@@ -12,16 +12,6 @@ from mpistrat.arrays import Array, namespace_of
 from mpistrat.collectives.collectives import CollectiveCall
 from mpistrat.options import ReduceOp
 
-__all__ = [
-    "Moments",
-    "Normalization",
-    "local_moments",
-    "normalize",
-    "pooled_moments",
-    "pull_back",
-    "widened",
-]
-
 
 @dataclass(frozen=True)
 class Moments:

@@ -21,8 +21,6 @@ from mpistrat.metrics.metric import (
 )
 from mpistrat.strategies import get_strategy
 
-__all__ = ["AUC"]
-
 
 class AUC(Metric[np.float64]):
     """The area under the ROC or the precision-recall curve, from scores in bins.

@@ -22,8 +22,6 @@ from mpistrat.metrics.metric import (
 )
 from mpistrat.strategies import get_strategy
 
-__all__ = ["F1", "SAME_SHAPE", "Precision", "Recall", "as_labels", "ratio"]
-
 SAME_SHAPE = "Labels are 0 or 1, beside one score each: for classes give one-hot labels."
 
 

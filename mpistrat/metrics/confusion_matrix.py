@@ -21,8 +21,6 @@ from mpistrat.metrics.metric import (
 )
 from mpistrat.strategies import get_strategy
 
-__all__ = ["ConfusionMatrix", "MeanIoU"]
-
 _Result = TypeVar("_Result")
 
 

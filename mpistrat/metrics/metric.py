@@ -24,22 +24,6 @@ from mpistrat.user_warnings import empty_parts
 from mpistrat.values import DistributedValues, local_component
 from mpistrat.variables import Variable
 
-__all__ = [
-    "Given",
-    "Metric",
-    "SumsByUpdate",
-    "as_pair",
-    "as_values",
-    "beside",
-    "beside_first_axes",
-    "check_real",
-    "class_numbers",
-    "from_sums",
-    "weighted",
-    "weights_of",
-]
-
-
 _Result = TypeVar("_Result")
 Given: TypeAlias = npt.ArrayLike | DistributedValues[Any]
 

@@ -22,8 +22,6 @@ from mpistrat.metrics.metric import (
 )
 from mpistrat.strategies import get_strategy
 
-__all__ = ["Accuracy", "Mean", "MeanSquaredError", "Sum", "TopKAccuracy"]
-
 
 class Sum(Metric[np.float64]):
     """The (weighted) sum of all values given to all replicas.

@@ -12,19 +12,6 @@ from pathlib import Path
 from mpistrat.errors import LaunchError
 from mpistrat.settings import environment
 
-__all__ = [
-    "Launcher",
-    "check_torchrun",
-    "find_launcher",
-    "is_on_one_node",
-    "is_one_of_several",
-    "keeps_survivors",
-    "launch_command",
-    "srun_flag",
-    "unconnected_task",
-    "without_launcher",
-]
-
 
 @dataclass(frozen=True)
 class Launcher:

@@ -12,16 +12,6 @@ from mpistrat.errors import LaunchError
 from mpistrat.mpi.launcher import srun_flag
 from mpistrat.settings import environment
 
-__all__ = [
-    "Mpiexec",
-    "family_of",
-    "find_mpiexec",
-    "mpiexec",
-    "mpiexec_program",
-    "srun",
-    "srun_variables",
-]
-
 _NAMES = ("mpiexec", "mpiexec.hydra", "mpiexec.mpich", "mpiexec.openmpi", "mpirun")
 _LIMIT_S = 60.0
 

@@ -21,21 +21,6 @@ from mpistrat.settings import environment
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = [
-    "FLAG",
-    "failed_ranks",
-    "failed_ranks_now",
-    "failed_ranks_soon",
-    "finalize_within",
-    "has_failed",
-    "is_loss",
-    "is_revoked",
-    "lost_ranks",
-    "revoke",
-    "revoked_on_loss",
-    "why_not_tolerant",
-]
-
 FLAG = "mpiexec --with-ft ulfm"
 """Of Open MPI: what keeps a job alive that has lost a rank."""
 

@@ -24,29 +24,6 @@ from mpistrat.system.cpu import cores_of_mask, mask_of_cores, own_cores
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = [
-    "World",
-    "abort_world",
-    "attached",
-    "communicator",
-    "failed_world_ranks",
-    "forget_attached",
-    "is_attached",
-    "is_started",
-    "largest_tag",
-    "library_details",
-    "library_version",
-    "load_library",
-    "open_world",
-    "ranks_of_node",
-    "started_world",
-    "thread_level",
-    "world_rank",
-    "world_ranks",
-    "world_size",
-]
-
-
 _HEAD_START_S = 2.0
 """How long the other tasks wait for the report of task 0, where each fails alone."""
 

@@ -34,8 +34,6 @@ from mpistrat.variables import Variable
 from mpistrat.variables.initial import InitialValue
 from mpistrat.variables.scatter import ADD_ROWS
 
-__all__ = ["GradientAccumulator"]
-
 
 @dataclass
 class _Counts:

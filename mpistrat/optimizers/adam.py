@@ -13,8 +13,6 @@ from mpistrat.optimizers.loss_scale import LossScale
 from mpistrat.optimizers.optimizer import Optimizer
 from mpistrat.optimizers.update import Rule
 
-__all__ = ["Adam"]
-
 Block = np.ndarray
 Blocks = Sequence[np.ndarray]
 

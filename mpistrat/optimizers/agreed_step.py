@@ -28,8 +28,6 @@ from mpistrat.tracing.spans import span
 from mpistrat.values import IndexedSlices
 from mpistrat.variables import DividedElements, Variable
 
-__all__ = ["RATE", "AgreedStep", "is_divided", "summed_in_parts", "take_together"]
-
 RATE = "with the learning rate"
 """What messages call the number that ranks compare."""
 

@@ -18,8 +18,6 @@ from mpistrat.comm.device_groups import (
 )
 from mpistrat.optimizers.kernels import Kernel
 
-__all__ = ["DeviceUpdate", "SumsOfSquares"]
-
 _C_TYPES = {"f": "float", "d": "double"}
 """The dtypes of gradients whose squares are summed, by NumPy's character."""
 

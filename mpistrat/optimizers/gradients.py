@@ -26,24 +26,6 @@ from mpistrat.values import DistributedValues, IndexedSlices, PerReplica
 from mpistrat.variables import SyncOnReadVariable, Variable, can_cast
 from mpistrat.variables.scatter import split_into_rounds
 
-__all__ = [
-    "agree_on_gradients",
-    "check_gradients",
-    "check_owners",
-    "check_scope",
-    "check_variables",
-    "coalesced",
-    "known_equal",
-    "listed",
-    "owner_among",
-    "prepare_sum",
-    "settled_beside",
-    "split_pairs",
-    "sum_over_replicas",
-    "variables_in",
-    "warn_of_nan",
-]
-
 
 def listed(values: Any) -> Any:
     """Return a list of an iterable, and what is none as it is: the call refuses it."""

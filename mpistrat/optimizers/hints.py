@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from mpistrat import context
 
-__all__ = ["HintedOptimizer", "RefusesOtherNames"]
-
 _ARGUMENTS = {
     "lr": "learning_rate=",
     "betas": "beta_1= and beta_2=",

@@ -8,8 +8,6 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
-__all__ = ["ADAM", "SGD", "SGD_MOMENTUM", "SGD_NESTEROV", "Kernel", "digest"]
-
 
 @dataclass(frozen=True, eq=False)
 class Kernel:

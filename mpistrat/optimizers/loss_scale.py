@@ -15,8 +15,6 @@ from mpistrat.trackable import Trackable
 from mpistrat.variables import Variable
 from mpistrat.variables.initial import InitialValue
 
-__all__ = ["LossScale"]
-
 
 class LossScale(Trackable, metaclass=context.MadeInScope):
     """A factor for the loss that follows what the gradients can bear.

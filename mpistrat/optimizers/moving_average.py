@@ -15,8 +15,6 @@ from mpistrat.strategies.one_replica import default_strategy
 from mpistrat.trackable import Trackable
 from mpistrat.variables import SyncOnReadVariable, Variable
 
-__all__ = ["ExponentialMovingAverage"]
-
 _SLOT = "average"
 
 

@@ -55,8 +55,6 @@ from mpistrat.variables import Variable
 from mpistrat.variables.initial import InitialValue
 from mpistrat.variables.parameter_store import ParameterStore, Request
 
-__all__ = ["Optimizer"]
-
 
 class Optimizer(RefusesOtherNames, Hinted, Trackable, abc.ABC, metaclass=HintedOptimizer):
     """Base of optimizers.

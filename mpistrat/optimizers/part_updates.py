@@ -30,8 +30,6 @@ from mpistrat.options import ReduceOp
 from mpistrat.values import IndexedSlices
 from mpistrat.variables import CentralVariable, Variable
 
-__all__ = ["PartUpdate", "can_be_summed_in_parts", "share_parts"]
-
 _MIN_BYTES = 2**20
 """Smaller gradients are summed together, on all ranks, as for mirrored slots."""
 

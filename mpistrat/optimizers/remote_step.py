@@ -29,8 +29,6 @@ from mpistrat.variables.parameter_store import (
 )
 from mpistrat.variables.remote import RemoteVariable
 
-__all__ = ["apply_remotely", "find_slots", "slot_makers", "take_step"]
-
 _HEAD = struct.Struct("<dddii")
 """Learning rate, weight decay, factor of the gradients; numbers of parameters and of entries."""
 _ENTRY = struct.Struct("<qi4x24s")

@@ -12,8 +12,6 @@ from mpistrat.optimizers.loss_scale import LossScale
 from mpistrat.optimizers.optimizer import Optimizer
 from mpistrat.optimizers.update import Rule
 
-__all__ = ["SGD"]
-
 Block = np.ndarray
 Blocks = Sequence[np.ndarray]
 

@@ -30,8 +30,6 @@ from mpistrat.variables import (
 )
 from mpistrat.variables.initial import InitialValue
 
-__all__ = ["PreparedStep", "PreparedSteps", "Slots", "check_can_shard_slots", "zero_slot"]
-
 
 @dataclass
 class _Entry:

@@ -19,17 +19,6 @@ from mpistrat.optimizers.device_update import DeviceUpdate, SumsOfSquares
 from mpistrat.optimizers.kernels import Kernel, digest
 from mpistrat.values import IndexedSlices
 
-__all__ = [
-    "Rule",
-    "Step",
-    "Target",
-    "UpdateAll",
-    "gradient_factor",
-    "slot_dtype",
-    "sums_of_all",
-    "update_each",
-]
-
 
 @dataclass(frozen=True, eq=False)
 class Rule:

@@ -13,8 +13,6 @@ from mpistrat.arrays import Device, host_view, place
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.system.text import rank_list
 
-__all__ = ["compare_arithmetic", "fingerprint"]
-
 _logger = logging.getLogger("mpistrat")
 
 _SIZE = 160

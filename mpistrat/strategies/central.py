@@ -23,8 +23,6 @@ from mpistrat.variables import CentralVariable, Variable, take_node_memory
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["CentralStorageStrategy"]
-
 _ALIGNMENT = 64
 
 

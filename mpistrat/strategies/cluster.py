@@ -13,8 +13,6 @@ from mpistrat.layout import Layout
 from mpistrat.mpi.world import world_rank
 from mpistrat.strategies.extended import StrategyExtended
 
-__all__ = ["ClusterMember", "ClusterResolver", "print_on_chief"]
-
 
 @dataclass(frozen=True)
 class ClusterResolver:

@@ -21,15 +21,6 @@ from mpistrat.system.text import rank_list, ranks_by_value
 if TYPE_CHECKING:
     from mpistrat.cuda_awareness import CudaAwareness
 
-__all__ = [
-    "Offer",
-    "choose_devices",
-    "make_offer",
-    "open_device_capabilities",
-    "prepare_device",
-    "ranks_on_one_gpu",
-]
-
 
 @dataclass(frozen=True)
 class Offer:

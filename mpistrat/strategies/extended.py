@@ -46,8 +46,6 @@ from mpistrat.variables import (
     variables_to_compare,
 )
 
-__all__ = ["StrategyExtended"]
-
 _PLAIN = (bool, int, float, complex, np.generic, np.ndarray)
 
 

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from mpistrat.data.iterators import ElementIterator, Optional
     from mpistrat.layout import Layout
 
-__all__ = ["ExtendedV1", "InputIterator", "MultiStepContext"]
-
 
 class MultiStepContext:
     """Outputs of the last of several steps.

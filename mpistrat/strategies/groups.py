@@ -17,8 +17,6 @@ from mpistrat.options import CommunicationImplementation, CommunicationOptions
 from mpistrat.settings import settings
 from mpistrat.strategies.devices import open_device_capabilities
 
-__all__ = ["RankGroups", "open_groups"]
-
 
 @dataclasses.dataclass(frozen=True)
 class RankGroups:

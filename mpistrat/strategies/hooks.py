@@ -9,8 +9,6 @@ from mpistrat.collectives.collectives import Collectives
 from mpistrat.layout import Layout
 from mpistrat.values import localize
 
-__all__ = ["StrategyHooks"]
-
 
 class StrategyHooks:
     """Mixin of `StrategyExtended`: where a rank has one replica, and variables are mirrored."""

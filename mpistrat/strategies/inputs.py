@@ -15,8 +15,6 @@ from mpistrat.variables import Variable
 if TYPE_CHECKING:
     from mpistrat.data import Dataset, DistributedDataset
 
-__all__ = ["InputDistribution"]
-
 
 class InputDistribution:
     """Mixin of `StrategyExtended`: what the methods of `Strategy` about data sets do."""

@@ -13,8 +13,6 @@ from mpistrat.pytorch import is_tensor
 from mpistrat.strategies.extended import StrategyExtended
 from mpistrat.values import T, localize
 
-__all__ = ["LogicalDevices"]
-
 
 class LogicalDevices:
     """Mixin of `Strategy`: values on the ranks of one replica."""

@@ -51,8 +51,6 @@ if TYPE_CHECKING:
 
     from mpistrat.agreement.channel import Channel
 
-__all__ = ["MPIStrategy"]
-
 _logger = logging.getLogger("mpistrat")
 
 

@@ -35,8 +35,6 @@ from mpistrat.variables import Variable
 if TYPE_CHECKING:
     from mpistrat.data.dataset import Dataset
 
-__all__ = ["OneDeviceStrategy", "default_replica_context", "default_strategy"]
-
 
 class DefaultReplicaContext(ReplicaContext):
     """The replica context outside every scope, where values of other strategies may stray.

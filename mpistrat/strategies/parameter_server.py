@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from mpistrat.collectives.collectives import Collectives
     from mpistrat.layout import Layout
 
-__all__ = ["ParameterServerStrategy"]
-
 
 class ParameterServerStrategy(MPIStrategy):
     """Asynchronous work: a chief schedules closures on workers, which share variables.

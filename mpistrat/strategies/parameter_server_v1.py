@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-__all__ = ["ParameterServerStrategyV1"]
-
 
 class _Refusing:
     def __getattr__(self, name: str) -> NoReturn:

@@ -14,8 +14,6 @@ from mpistrat.variables import Variable
 from mpistrat.variables.parameter_client import Part
 from mpistrat.variables.remote import RemoteVariable
 
-__all__ = ["VariablePlacement"]
-
 
 class VariablePlacement(StrategyExtended):
     """Knows which rank does what, and which holds what. Equal on all ranks."""

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from mpistrat.data.dataset import Dataset
     from mpistrat.data.distributed_dataset import DistributedDataset
 
-__all__ = ["PlainNames"]
-
 _OF_GRAPHS = frozenset(
     {
         *("colocate_vars_with", "configure", "experimental_distribute_datasets_from_function"),

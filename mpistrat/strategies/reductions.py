@@ -22,17 +22,6 @@ from mpistrat.user_warnings import empty_parts
 from mpistrat.values import DistributedValues, IndexedSlices, Mirrored, PerReplica, localize, mirror
 from mpistrat.variables import MirroredVariable, ShardedVariable, Variable
 
-__all__ = [
-    "Destination",
-    "local_components",
-    "parse_destination",
-    "parse_place",
-    "reduce_pairs",
-    "reduce_to_host",
-    "warn_of_empty_parts",
-    "with_whole_values",
-]
-
 Destination: TypeAlias = "Variable | DistributedValues[Any] | Array | str"
 """Where a reduced value goes: to the replicas, or to the device that a string names."""
 

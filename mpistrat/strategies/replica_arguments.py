@@ -6,8 +6,6 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["explained_call"]
-
 
 def explained_call(
     error: TypeError, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]

@@ -17,8 +17,6 @@ from mpistrat.tracing.spans import span
 from mpistrat.values import DistributedValues, LocalReplicas, Mirrored, PerReplica, is_value
 from mpistrat.variables import ReplicatedOnRead, Variable
 
-__all__ = ["MeetingContext", "component_of", "merged_results", "merged_values"]
-
 
 def component_of(group: ReplicaGroup, kind: str) -> Callable[..., Any]:
     """Return ``pick(position, leaf)``: the component that a replica of this rank has of a leaf."""

@@ -15,8 +15,6 @@ from mpistrat.meeting import Meeting, Member
 from mpistrat.system.callsite import site_of_thread
 from mpistrat.values import LocalReplicas
 
-__all__ = ["ReplicaGroup"]
-
 
 class ReplicaGroup:
     """The replicas of this rank, as the layout of the `ranks` says."""

@@ -37,8 +37,6 @@ from mpistrat.variables import ReplicatedOnRead, Variable
 if TYPE_CHECKING:
     from mpistrat.data import Dataset, DistributedDataset
 
-__all__ = ["ReplicatedExtended"]
-
 
 class ReplicatedExtended(StrategyExtended):
     """`StrategyExtended` of a rank with its share of the replicas.

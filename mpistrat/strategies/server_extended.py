@@ -24,8 +24,6 @@ from mpistrat.variables.parameter_store import ParameterStore, Request
 if TYPE_CHECKING:
     from mpistrat.data.distributed_dataset import DistributedDataset
 
-__all__ = ["ServerExtended", "load_roles_by"]
-
 
 class Phase(enum.Enum):
     """The phases of a parameter-server job."""

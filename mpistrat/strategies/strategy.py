@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from mpistrat.data.iterators import ElementIterator
     from mpistrat.options import InputContext, ValueContext
 
-__all__ = ["Strategy"]
-
-
 ValueT = TypeVar("ValueT", bound="np.ndarray | Number")
 
 

@@ -10,23 +10,6 @@ import threading
 import traceback
 from types import CodeType, FrameType, TracebackType
 
-__all__ = [
-    "UNKNOWN_PLACE",
-    "CodeOwner",
-    "Place",
-    "call_site",
-    "code_owners",
-    "failure_site",
-    "format_place",
-    "frame_of_thread",
-    "frames_of_threads",
-    "issuers",
-    "on_behalf_of",
-    "site_of_thread",
-    "users_place",
-    "users_stacklevel",
-]
-
 UNKNOWN_PLACE = "unknown place"
 
 _PACKAGE = os.path.abspath(sys.modules[__name__.partition(".")[0]].__path__[0]) + os.sep

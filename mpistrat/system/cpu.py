@@ -9,15 +9,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "cores_near_pci",
-    "cores_of_mask",
-    "current_core",
-    "mask_of_cores",
-    "num_cores",
-    "own_cores",
-]
-
 _DEVICES = Path("/sys/bus/pci/devices")
 
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 import numpy as np
 import xxhash
 
-__all__ = ["digest_of_values", "mixed_digest", "xxh3_128", "xxh3_128_hexdigest"]
-
 xxh3_128 = xxhash.xxh3_128
 xxh3_128_hexdigest = xxhash.xxh3_128_hexdigest
 

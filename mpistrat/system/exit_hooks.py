@@ -23,18 +23,6 @@ from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple
 
-__all__ = [
-    "Failure",
-    "Interruption",
-    "Phase",
-    "at",
-    "finish_work",
-    "hold_while",
-    "is_at_work",
-    "report_by",
-    "show",
-]
-
 _logger = logging.getLogger("mpistrat")
 
 

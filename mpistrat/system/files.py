@@ -12,16 +12,6 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-__all__ = [
-    "affixes",
-    "claimed",
-    "hidden_beside",
-    "remove_file",
-    "remove_leftovers",
-    "replace_file",
-    "write_atomically",
-]
-
 
 def write_atomically(
     path: str | os.PathLike[str], content: str | Iterable[str | bytes | memoryview]

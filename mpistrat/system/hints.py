@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["Hinted", "HintedType"]
-
 
 class Hinted:
     """Base of classes whose missing attributes raise an `AttributeError` with a hint."""

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import sys
 
-__all__ = ["hint_for", "missing_attribute", "missing_name"]
-
 _STRATEGY = (
     "ms.MPIStrategy(), on one rank for each GPU: mpiexec -n 4 python train.py. It is for one "
     "machine and for many"

@@ -14,17 +14,6 @@ from typing import Any
 
 from mpistrat.system.text import readable_size, readable_time
 
-__all__ = [
-    "LIGHT",
-    "add_heading",
-    "label_sizes",
-    "label_times",
-    "new_figure",
-    "printable",
-    "save_plot",
-    "styled",
-]
-
 
 @dataclass(frozen=True)
 class Palette:

@@ -11,13 +11,6 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-__all__ = [
-    "Program",
-    "descendants",
-    "prctl",
-    "send_signal",
-]
-
 
 class _Capture:
     """A file that a program writes to, and its text."""

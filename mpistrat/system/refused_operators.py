@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-__all__ = ["RefusedOperators"]
-
 _ATTRIBUTES_OF_ARRAYS = frozenset(name for name in dir(np.ndarray) if name[0] != "_") | {
     *("cpu", "cuda", "detach", "get", "numpy")  # of CuPy's arrays and PyTorch's tensors
 }

@@ -8,20 +8,6 @@ from typing import TypeVar
 
 import numpy as np
 
-__all__ = [
-    "array_type",
-    "brief",
-    "format_detail",
-    "html_table",
-    "rank_list",
-    "rank_spans",
-    "ranks_by_value",
-    "readable_size",
-    "readable_time",
-    "small_values",
-    "text_of",
-]
-
 _Value = TypeVar("_Value", bound=Hashable)
 
 

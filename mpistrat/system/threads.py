@@ -13,8 +13,6 @@ import time
 from collections.abc import Callable, Generator
 from typing import Any
 
-__all__ = ["Background", "call_later", "clean_up", "in_background", "raise_in_thread"]
-
 
 class Background:
     """Serial executor: calls functions in order, in one thread."""

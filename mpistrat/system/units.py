@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["RunsUnits", "note_undos_by", "on_undo"]
-
 _Undo = Callable[[], object]
 
 _note: Callable[[_Undo], object] | None = None

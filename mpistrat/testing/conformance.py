@@ -21,8 +21,6 @@ from mpistrat.system.text import rank_list
 from mpistrat.values import IndexedSlices, Mirrored
 from mpistrat.variables import Variable
 
-__all__ = ["StrategyTests", "assert_all_ranks"]
-
 
 def assert_all_ranks(strategy: Strategy, condition: Any, message: str = "") -> None:
     """Fail on every rank if `condition` is false on any.

@@ -8,8 +8,6 @@ from mpistrat.faults.injection import Fault, Injection, read_fault
 from mpistrat.mpi.world import attached, communicator
 from mpistrat.strategies import Strategy, get_strategy, has_strategy
 
-__all__ = ["Injection", "inject"]
-
 
 def inject(
     fault: str | BaseException,

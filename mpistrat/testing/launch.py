@@ -21,8 +21,6 @@ from mpistrat.mpi.launcher import without_launcher
 from mpistrat.mpi.mpiexec import mpiexec
 from mpistrat.system.processes import Program, send_signal
 
-__all__ = ["main", "rank_and_size", "run"]
-
 _UNWANTED = (
     # An unbuffered Python writes a line and its end separately, so that lines of ranks mix.
     "PYTHONUNBUFFERED",

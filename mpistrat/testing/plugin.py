@@ -19,8 +19,6 @@ import pytest
 from mpistrat.strategies import MPIStrategy
 from mpistrat.testing.launch import rank_and_size
 
-__all__ = ["shared_tmp_path", "strategy"]
-
 _SIGNAL = signal.SIGRTMIN + 7
 """Signal that asks a rank for its stacks; no MPI library or launcher uses it."""
 _PATIENCE_S = 1.0

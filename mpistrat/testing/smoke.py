@@ -36,8 +36,6 @@ from mpistrat.strategies.mpi import MPIStrategy
 from mpistrat.variables import Variable
 from mpistrat.version import __version__
 
-__all__ = ["main"]
-
 _NUM_EXAMPLES = 240
 _BATCH = 24
 

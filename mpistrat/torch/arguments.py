@@ -14,22 +14,6 @@ from mpistrat.errors import ContextError
 from mpistrat.layout import SharedLayout
 from mpistrat.torch.memory import Operand, described
 
-__all__ = [
-    "apart_from",
-    "are_apart",
-    "check_is_of_ranks",
-    "check_list",
-    "check_root",
-    "check_whole",
-    "check_writable",
-    "common_dtype",
-    "equal_parts",
-    "row_counts",
-    "source_of",
-    "subject",
-    "target_of",
-]
-
 
 def subject(call: CollectiveCall) -> str:
     """Return the operation and the rank, with which an error about arguments begins."""

@@ -21,8 +21,6 @@ from mpistrat.torch.group import Group, MpiProcessGroup
 from mpistrat.torch.launching import Options, check_devices, check_place, job_communicator
 from mpistrat.torch.memory import described, is_on_host
 
-__all__ = ["create_group"]
-
 _NUM_TAGS = 32767
 """The smallest largest tag that MPI promises."""
 

@@ -28,8 +28,6 @@ from mpistrat.strategies.strategy import Strategy
 from mpistrat.torch.launching import strategy
 from mpistrat.values import localize
 
-__all__ = ["HDF5Dataset"]
-
 _NO_WORKERS = (
     "num_workers must be 0: mpistrat reads in threads, and a fork of an MPI rank may not "
     "communicate. Use DataLoader(dataset, batch_size=None), and prefetch(n) of the data set to "

@@ -32,8 +32,6 @@ from mpistrat.torch.dcp_file import (
 )
 from mpistrat.torch.stored import name_of, on_host
 
-__all__ = ["HDF5Writer"]
-
 _WHAT = "HDF5Writer"
 
 

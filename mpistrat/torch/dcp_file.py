@@ -31,8 +31,6 @@ from mpistrat.errors import CheckpointError
 from mpistrat.torch.meeting import Meeting
 from mpistrat.torch.stored import name_of, stored_dtype
 
-__all__ = ["CoordinatorFile", "Task", "check_paths", "check_storable", "paths_of", "tasks"]
-
 Keys = tuple[str | int, ...]
 """The keys that lead to a value in a state dict."""
 

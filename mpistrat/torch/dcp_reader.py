@@ -39,8 +39,6 @@ from mpistrat.errors import CheckpointCorruptError
 from mpistrat.torch.meeting import Meeting
 from mpistrat.torch.stored import as_tensor, on_host, tensor_dtype
 
-__all__ = ["HDF5Reader"]
-
 _WHAT = "HDF5Reader"
 
 

@@ -19,8 +19,6 @@ from mpistrat.system.text import rank_list, ranks_by_value
 from mpistrat.torch.launching import backend_of, strategy
 from mpistrat.variables.drift import digest_of, lines_of_groups
 
-__all__ = ["assert_replicas_agree"]
-
 _KIND = "torch.assert_replicas_agree"
 
 

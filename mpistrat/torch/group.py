@@ -19,8 +19,6 @@ from mpistrat.torch.messages import Messages
 from mpistrat.torch.operations import Operations
 from mpistrat.torch.works import GroupQueue
 
-__all__ = ["Group", "MpiProcessGroup"]
-
 _logger = logging.getLogger("mpistrat")
 
 

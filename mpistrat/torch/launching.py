@@ -23,18 +23,6 @@ from mpistrat.strategies.mpi import MPIStrategy
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = [
-    "Options",
-    "backend_of",
-    "check_devices",
-    "check_place",
-    "init",
-    "job_communicator",
-    "rendezvous",
-    "set_environment",
-    "strategy",
-]
-
 _NO_LIMIT = timedelta(days=10_000)
 """Torch knows no timeout that never ends."""
 _LONGEST_STORE = timedelta(days=20)

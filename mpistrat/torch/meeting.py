@@ -11,8 +11,6 @@ from torch.distributed import distributed_c10d
 
 from mpistrat.errors import CollectiveTimeoutError
 
-__all__ = ["Meeting"]
-
 _POLL_S = 0.001
 _LONGEST_POLL_S = 0.05
 

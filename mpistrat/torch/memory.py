@@ -11,8 +11,6 @@ from mpi4py import MPI
 from mpistrat.arrays import array_at_function
 from mpistrat.comm.wire import named_dtype
 
-__all__ = ["Operand", "described", "is_on_host"]
-
 
 class Operand:
     """A tensor of a call as contiguous memory of the host.

@@ -23,8 +23,6 @@ from mpistrat.torch.arguments import check_is_of_ranks, check_writable
 from mpistrat.torch.memory import Operand
 from mpistrat.torch.progress import progress
 
-__all__ = ["Messages"]
-
 _POLLS = 50
 """How often a wait tests its message before it lets other threads and ranks have the core."""
 _BRISK_S = 0.01

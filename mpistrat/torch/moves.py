@@ -23,17 +23,6 @@ from mpistrat.torch.arguments import (
 )
 from mpistrat.torch.memory import Operand, described
 
-__all__ = [
-    "all_gather_each",
-    "all_gather_into",
-    "all_gather_v",
-    "all_to_all",
-    "all_to_all_single",
-    "broadcast",
-    "gather",
-    "scatter",
-]
-
 
 def _apart(source: Operand, target: Operand) -> Operand:
     """Return `source`, or a copy where `target` overlaps it, which MPI forbids."""

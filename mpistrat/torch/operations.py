@@ -25,8 +25,6 @@ from mpistrat.torch.arguments import (
 )
 from mpistrat.torch.works import GroupQueue, GroupWork
 
-__all__ = ["Operations"]
-
 Body = Callable[[CollectiveCall], object]
 
 

@@ -17,8 +17,6 @@ from mpi4py import MPI
 
 from mpistrat.system.exit_hooks import Phase, at
 
-__all__ = ["progress"]
-
 _TICK_S = 0.001
 _IDLE_TICKS = 50
 """For so long it stays awake without messages: to wake it costs a switch of threads."""

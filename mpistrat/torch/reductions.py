@@ -26,13 +26,6 @@ from mpistrat.torch.arguments import (
 )
 from mpistrat.torch.memory import Operand, described
 
-__all__ = [
-    "all_reduce",
-    "all_reduce_sparse",
-    "reduce",
-    "reduce_scatter",
-]
-
 _RedOp = TorchOp.RedOpType
 _OPS = {
     _RedOp.SUM: ReduceOp.SUM,

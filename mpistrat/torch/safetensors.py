@@ -16,8 +16,6 @@ from mpistrat.checkpoint.state_json import tied_paths, value_paths
 from mpistrat.errors import CheckpointError
 from mpistrat.system.files import write_atomically
 
-__all__ = ["export_safetensors", "import_safetensors"]
-
 _CODES = {
     "bool": "BOOL",
     "uint8": "U8",

@@ -25,8 +25,6 @@ from mpistrat.torch.stored import (
     why_not_stored,
 )
 
-__all__ = ["TorchTensors"]
-
 
 def _distributed_as(tensor: Any, own: Any) -> Any:
     """Return this rank's part of a whole tensor, where the program's `own` is a DTensor."""

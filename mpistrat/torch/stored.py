@@ -15,20 +15,6 @@ from mpistrat.checkpoint.digests import digest_of_text
 from mpistrat.checkpoint.format import BITS_OF_FLOATS
 from mpistrat.checkpoint.tensors import Box
 
-__all__ = [
-    "FSDP1_ADVICE",
-    "LocalPart",
-    "StoredTensor",
-    "as_tensor",
-    "box_of",
-    "is_sharded",
-    "name_of",
-    "on_host",
-    "stored_dtype",
-    "tensor_dtype",
-    "why_not_stored",
-]
-
 _PLAIN = {
     getattr(torch, name): np.dtype(name)
     for name in (

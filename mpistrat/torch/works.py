@@ -17,8 +17,6 @@ from mpistrat.agreement.channel import Channel
 from mpistrat.errors import CollectiveTimeoutError
 from mpistrat.system.callsite import Place, format_place, on_behalf_of
 
-__all__ = ["GroupQueue", "GroupWork"]
-
 _logger = logging.getLogger("mpistrat")
 
 _SHORT_BYTES = 2**20

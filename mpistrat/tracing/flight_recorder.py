@@ -13,8 +13,6 @@ from typing import Any, Protocol
 from mpistrat.system.callsite import Place
 from mpistrat.tracing.spans import Recorder
 
-__all__ = ["FlightEntry", "FlightRecord", "State"]
-
 _DEFAULT_LENGTH = 256
 
 

@@ -20,8 +20,6 @@ from typing import Any, ParamSpec, TypeVar
 
 from mpistrat.cuda_api import profiler_marks
 
-__all__ = ["Recorder", "active", "mark", "record_on", "span", "spanned", "state_of_recording"]
-
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 

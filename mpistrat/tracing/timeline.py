@@ -12,8 +12,6 @@ from mpistrat.system.text import rank_list
 from mpistrat.tracing import spans
 from mpistrat.tracing.trace import Part, Trace
 
-__all__ = ["start"]
-
 _logger = logging.getLogger("mpistrat")
 
 _PATIENCE_S = 3.0

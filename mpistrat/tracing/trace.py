@@ -18,8 +18,6 @@ from typing import Any
 from mpistrat.system.files import write_atomically
 from mpistrat.tracing.trace_events import Counters, Flows, Span, label, slices
 
-__all__ = ["Part", "Trace"]
-
 _FORMAT = "mpistrat-timeline-part"
 _FORMAT_VERSION = 1
 _MIN_WINDOW_NS = 5 * 10**9

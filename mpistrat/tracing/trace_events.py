@@ -6,8 +6,6 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-__all__ = ["Counters", "Flows", "Span", "label", "slices"]
-
 # "Trace Event Format", https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 
 _NS_PER_US = 1000

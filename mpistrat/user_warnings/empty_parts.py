@@ -12,8 +12,6 @@ from typing import Any
 
 from mpistrat.user_warnings.once import warn_once
 
-__all__ = ["note_part", "of_replicas", "warn_of_nan"]
-
 of_replicas: dict[int, str] = {}
 """The replicas of this process with an empty part of the batch that was handed out last: the place
 and the batch, as messages call them, by replica."""

@@ -9,8 +9,6 @@ from types import CodeType
 from mpistrat.errors import ScopeWarning
 from mpistrat.system.callsite import call_site, users_place, users_stacklevel
 
-__all__ = ["warn_once"]
-
 _given: set[tuple[str, CodeType | None, int]] = set()
 """The messages that were given, each with the user's instruction that it is about."""
 

@@ -13,8 +13,6 @@ from typing import Any
 from mpistrat import nests
 from mpistrat.user_warnings.once import warn_once
 
-__all__ = ["latest", "note_batch", "warn_if_whole"]
-
 latest: list[weakref.ref[Any]] = []
 """The arrays of the batch that the program got last; no batch is kept alive."""
 

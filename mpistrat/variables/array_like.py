@@ -15,8 +15,6 @@ from mpistrat.arrays import Array, host_result, on_device, taken
 from mpistrat.cuda_api import ForNumPy
 from mpistrat.system.text import html_table, readable_size, small_values
 
-__all__ = ["ArrayLike"]
-
 
 class ArrayLike(NDArrayOperatorsMixin, ABC):
     """Operators and NumPy functions on ``value()``; their results are new arrays.

@@ -12,8 +12,6 @@ import numpy as np
 from mpistrat.arrays import Array
 from mpistrat.sharding import cut, part_lengths
 
-__all__ = ["AxisSplit"]
-
 
 @dataclass(frozen=True)
 class Slab:

@@ -20,8 +20,6 @@ from mpistrat.variables.lookup import read_only
 from mpistrat.variables.routing import Partition, scatter_rows
 from mpistrat.variables.writes import Write
 
-__all__ = ["CentralVariable", "take_node_memory"]
-
 
 class CentralVariable(DividedElements, MirroredVariable, kind="central"):
     """A variable of `CentralStorageStrategy`: its memory is the same on all ranks.

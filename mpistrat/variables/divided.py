@@ -14,8 +14,6 @@ from mpistrat.values import IndexedSlices
 from mpistrat.variables.routing import Partition
 from mpistrat.variables.variable import Variable
 
-__all__ = ["BYTES_PER_PIECE", "DividedElements", "SavedInPieces"]
-
 BYTES_PER_PIECE = 2**22
 """Of what comes to rank 0 at once."""
 

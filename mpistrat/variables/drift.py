@@ -19,8 +19,6 @@ from mpistrat.variables.kinds import SyncOnReadVariable
 from mpistrat.variables.sharded import ShardedVariable
 from mpistrat.variables.variable import Variable
 
-__all__ = ["check_replicas_agree", "digest_of", "lines_of_groups", "variables_to_compare"]
-
 _MAX_GROUPS = 16
 """Lines of a message, however many ranks there are."""
 

@@ -16,8 +16,6 @@ from mpistrat.variables.routing import Partition
 from mpistrat.variables.sharded import ShardedVariable
 from mpistrat.variables.writes import Write
 
-__all__ = ["FlatShardedVariable"]
-
 
 class FlatShardedVariable(DividedElements, ShardedVariable):
     """A slot of an optimizer with ``sharded_slots=True``.

@@ -15,8 +15,6 @@ from mpistrat.partitioners import RanksPartitioner
 from mpistrat.pytorch import is_tensor
 from mpistrat.variables.writes import numeric
 
-__all__ = ["InitialValue"]
-
 _KEYWORDS = ("partition_shape", "partition_offset")
 
 

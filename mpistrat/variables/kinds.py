@@ -15,8 +15,6 @@ from mpistrat.values import PerReplica
 from mpistrat.variables.variable import Variable
 from mpistrat.variables.writes import ASSIGN, DenseWrite, Write
 
-__all__ = ["MirroredVariable", "SyncOnReadVariable", "WrittenTogether"]
-
 
 def warn_of_nan(variable: Variable, write: Write, checked: Any) -> None:
     """Warn if the replica that runs writes a NaN because its part of a batch is empty."""

@@ -11,8 +11,6 @@ from mpistrat.arguments import span_outside
 from mpistrat.arrays import Array, host_view, namespace_of
 from mpistrat.variables.array_like import ArrayLike
 
-__all__ = ["RowReads", "read_only"]
-
 
 def read_only(storage: Array) -> Array:
     """Return a view of `storage`, which cannot be written to on the host."""

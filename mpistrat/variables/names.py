@@ -10,8 +10,6 @@ from typing import Any
 
 from mpistrat.system.units import on_undo
 
-__all__ = ["default_name", "note_given_name"]
-
 _DEFAULT = re.compile(r"Variable(_\d+)?")
 _numbers = itertools.count()
 """For plain variables, which belong to no strategy."""

@@ -14,8 +14,6 @@ from mpistrat.variables.parameter_store import ParameterStore, Reply, Request
 if TYPE_CHECKING:
     from mpistrat.comm.messages import BackOff, Messenger
 
-__all__ = ["Lane", "ParameterClient", "Part"]
-
 
 class Lane:
     """The lanes of messages, which can be waited for alone."""

@@ -22,16 +22,6 @@ from mpistrat.variables.writes import ASSIGN, ASSIGN_ADD, ASSIGN_SUB, Write
 if TYPE_CHECKING:
     from mpistrat.comm.messages import Sending
 
-__all__ = [
-    "WRITES",
-    "Operation",
-    "ParameterStore",
-    "Reply",
-    "Request",
-    "dtype_of_name",
-    "slot_key",
-]
-
 
 class Operation(enum.IntEnum):
     """What a request asks for."""

@@ -25,8 +25,6 @@ from mpistrat.variables.sharded import ShardedVariable, rows_named_by
 from mpistrat.variables.variable import Variable
 from mpistrat.variables.writes import DenseWrite, Write
 
-__all__ = ["RemoteVariable"]
-
 
 class RemoteVariable(Variable, kind="remote"):
     """A variable of `ParameterServerStrategy`, whose memory is on one rank.

@@ -15,8 +15,6 @@ from mpistrat.variables.kinds import MirroredVariable, SyncOnReadVariable
 from mpistrat.variables.lookup import read_only
 from mpistrat.variables.writes import Write
 
-__all__ = ["ReplicatedOnRead", "ReplicatedVariable"]
-
 
 class ReplicatedVariable(MirroredVariable, kind="replicated"):
     """A mirrored variable, which the replicas of a rank share."""

@@ -12,8 +12,6 @@ from mpistrat.arrays import Array, host_view, namespace_of, native
 from mpistrat.collectives.collectives import CollectiveCall
 from mpistrat.sharding import part_lengths
 
-__all__ = ["Partition", "collect_rows", "fetch_rows", "gather_rows", "scatter_rows", "send_rows"]
-
 
 @dataclass(frozen=True)
 class Partition:

@@ -18,8 +18,6 @@ from mpistrat.options import VariableAggregation
 from mpistrat.values import DistributedValues, IndexedSlices
 from mpistrat.variables.writes import Target, Write, cast_to, check_arithmetic
 
-__all__ = ["ADD_ROWS", "SLICE_WRITES", "RowWrites", "SliceWrite", "split_into_rounds"]
-
 
 def split_into_rounds(rows: np.ndarray) -> tuple[np.ndarray, list[int]]:
     """Return an order of `rows` in rounds without duplicates, and where each round ends."""

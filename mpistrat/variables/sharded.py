@@ -32,8 +32,6 @@ from mpistrat.variables.scatter import SliceWrite
 from mpistrat.variables.variable import Variable
 from mpistrat.variables.writes import ASSIGN, DenseWrite, Write
 
-__all__ = ["ShardedVariable", "rows_named_by"]
-
 
 class ShardedVariable(SavedInPieces, WrittenTogether, kind="sharded"):
     """A variable whose rows are divided among the ranks.

@@ -17,8 +17,6 @@ from mpistrat.variables.kinds import MirroredVariable, SyncOnReadVariable
 from mpistrat.variables.variable import Variable
 from mpistrat.variables.writes import ASSIGN, Target
 
-__all__ = ["SplitVariable"]
-
 
 class _SplitParts(SavedInPieces):
     """Base of variables of which this rank holds one part, and replicas the same ones."""

@@ -28,8 +28,6 @@ from mpistrat.variables.writes import (
     check_modes,
 )
 
-__all__ = ["Variable"]
-
 Initial: TypeAlias = npt.ArrayLike | Callable[..., npt.ArrayLike] | InitialValue
 Value: TypeAlias = npt.ArrayLike | DistributedValues[Any]
 

@@ -15,20 +15,6 @@ from mpistrat.options import ReduceOp, VariableAggregation, VariableSynchronizat
 from mpistrat.pytorch import host_array, is_bfloat16, is_tensor
 from mpistrat.values import DistributedValues, IndexedSlices, PerReplica
 
-__all__ = [
-    "ASSIGN",
-    "ASSIGN_ADD",
-    "ASSIGN_SUB",
-    "DenseWrite",
-    "Target",
-    "Write",
-    "can_cast",
-    "cast_to",
-    "check_arithmetic",
-    "check_modes",
-    "numeric",
-]
-
 _KINDS = "biufc"
 
 

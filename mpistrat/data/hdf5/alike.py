@@ -16,8 +16,6 @@ from mpistrat.data.hdf5.layouts import ColumnLayout, contiguous_layout, layout_o
 from mpistrat.data.hdf5.located import Kind, Located
 from mpistrat.data.hdf5.storage import Storage
 
-__all__ = ["Template"]
-
 
 @dataclass(frozen=True)
 class _Dataset:

@@ -35,13 +35,6 @@ from mpistrat.data.hdf5.stored_types import Form
 from mpistrat.errors import DataError
 from mpistrat.system.callsite import users_stacklevel
 
-__all__ = [
-    "Catalog",
-    "FileEntry",
-    "Known",
-    "read_catalog",
-]
-
 Known = Mapping[str, Any]
 """What another rank knows of the files, as `Catalog.known` gives it."""
 

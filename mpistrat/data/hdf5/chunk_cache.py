@@ -17,8 +17,6 @@ import numpy as np
 from mpistrat.data.hdf5.chunk_plan import ChunkPlan
 from mpistrat.native import native_library
 
-__all__ = ["ChunkBuffers", "ChunkCache", "RowCache", "release_idle_buffers"]
-
 ChunkBuffers = Sequence[tuple[int, np.ndarray]]
 """Numbers of chunks, and the rows that each is decoded into."""
 

@@ -14,8 +14,6 @@ from mpistrat.data.chunks import CHUNK_OVERHEAD_BYTES
 from mpistrat.data.hdf5.catalog import Catalog
 from mpistrat.sharding import ceil_div
 
-__all__ = ["ChunkPlan", "plan_fields"]
-
 _MIN_CAPACITY_BYTES = 2**25
 """Decoded size of the chunks that are cached at least, of the field with the largest rows."""
 

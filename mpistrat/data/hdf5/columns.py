@@ -15,8 +15,6 @@ from mpistrat.data.hdf5.located import Kind, Located
 from mpistrat.data.hdf5.stored_types import Form, Leaf, subset
 from mpistrat.data.spec import ArraySpec
 
-__all__ = ["Column", "Output", "Single", "compose", "row_columns"]
-
 
 @dataclass(frozen=True)
 class Column:

@@ -9,8 +9,6 @@ from typing import Any
 from mpistrat import nests
 from mpistrat.arguments import as_integer
 
-__all__ = ["Field", "as_field", "parts_of"]
-
 
 @nests.leaf_type
 @dataclass(frozen=True)

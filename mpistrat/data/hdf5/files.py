@@ -25,8 +25,6 @@ from mpistrat.data.hdf5.stored_types import assign, dtype_of
 from mpistrat.errors import DataError
 from mpistrat.native import native_library
 
-__all__ = ["OpenFiles", "StoredRows"]
-
 _T = TypeVar("_T")
 
 _MAX_OPEN_FILES, _MAX_MAPPED_FILES = 256, 4096

@@ -21,14 +21,6 @@ import numpy as np
 from mpistrat import hdf5
 from mpistrat.data.hdf5.plugins import plugin_decoder
 
-__all__ = [
-    "ChunkDecoder",
-    "install_filter",
-    "make_decoder",
-    "missing_filters",
-    "name_of_filter",
-]
-
 _Decode = Callable[[Any, int], Any]
 """Takes an encoded chunk and its final size in bytes, returns it with one filter less."""
 

@@ -21,8 +21,6 @@ from mpistrat.data.hdf5.stored_types import Form, Leaf, dtype_of
 from mpistrat.data.spec import ArraySpec
 from mpistrat.native import native_library
 
-__all__ = ["ColumnLayout", "contiguous_layout", "layout_of", "layout_of_matches"]
-
 _MIN_BLOCK_BYTES, _MAX_BLOCK_BYTES = 2**15, 2**18
 """Rows of data without chunks are read so much at a time: long reads are fast, and short ones mix
 small files well."""

@@ -19,8 +19,6 @@ from mpistrat.errors import DataError
 from mpistrat.settings import environment
 from mpistrat.system.callsite import users_stacklevel
 
-__all__ = ["LinkedFiles", "check_virtual_sources", "other_files", "warn_of_files_elsewhere"]
-
 _MAX_SHOWN = 8
 """Names that a warning shows."""
 

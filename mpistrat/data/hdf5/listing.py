@@ -30,8 +30,6 @@ from mpistrat.data.hdf5.patterns import (
 from mpistrat.data.hdf5.stored_types import dtype_of
 from mpistrat.errors import DataError
 
-__all__ = ["Listing", "list_matches"]
-
 
 @dataclass(frozen=True, eq=False)
 class Listing:

@@ -11,8 +11,6 @@ from typing import Any
 from mpistrat import hdf5
 from mpistrat.errors import DataError
 
-__all__ = ["close_file", "open_file", "opened_for_reading"]
-
 # HDF5 gives wrong rows where a file that grows is open twice and one handle looks at it again. So
 # all readers share one, which nothing refreshes: it is closed when the last of them is, and the
 # next one finds what was written since.

@@ -27,8 +27,6 @@ from mpistrat.data.hdf5.stored_types import (
 )
 from mpistrat.errors import DataError
 
-__all__ = ["Kind", "Located", "get_object", "locate", "num_rows_of", "readable_names"]
-
 _MAX_SHOWN = 8
 """Names that an error shows of a file."""
 

@@ -9,16 +9,6 @@ from typing import Any
 
 from mpistrat import hdf5
 
-__all__ = [
-    "DanglingLink",
-    "encoded",
-    "groups_of_pattern",
-    "link_leads_nowhere",
-    "matches_path",
-    "object_at",
-    "what_is_there",
-]
-
 _DIGITS = re.compile(r"[0-9]+")
 _MAX_SHOWN = 8
 _LAST = 0x10FFFF

@@ -18,8 +18,6 @@ from mpistrat.data.hdf5.files import OpenFiles
 from mpistrat.data.hdf5.storage import Storage
 from mpistrat.native import native_library
 
-__all__ = ["PlacedLeaf", "RowCopies", "is_placed"]
-
 
 def is_placed(catalog: Catalog, field: int) -> bool:
     """Return whether compiled code can read the rows of a field, by their place in each file."""

@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 
 from mpistrat import hdf5
 
-__all__ = ["Codec", "find_codec", "plugin_decoder"]
-
 _LZ4, _ZSTD = 32004, 32015
 _SYMBOLS = {_LZ4: ("lz4", "LZ4_decompress_safe"), _ZSTD: ("zstd", "ZSTD_decompress")}
 """Of a filter its plugin, and the function there that decodes to a given place."""

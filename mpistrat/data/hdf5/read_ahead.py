@@ -17,8 +17,6 @@ from mpistrat.data.parallel_map import cores_of_rank
 from mpistrat.settings import settings
 from mpistrat.system.cpu import current_core, own_cores
 
-__all__ = ["DecodingThreads", "ExpectedRows", "is_run"]
-
 
 class ExpectedRows:
     """Queue of the rows that were announced and not read yet."""

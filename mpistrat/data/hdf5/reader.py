@@ -26,8 +26,6 @@ from mpistrat.data.order import Block
 from mpistrat.errors import DataError
 from mpistrat.system.threads import clean_up
 
-__all__ = ["Hdf5Reader"]
-
 _READ_ERRORS = (OSError, KeyError, TypeError, ValueError, RuntimeError)  # those of h5py
 
 _TINY_CHUNK_BYTES = 2**14

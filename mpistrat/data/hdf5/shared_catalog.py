@@ -13,8 +13,6 @@ import numpy as np
 from mpistrat.data.hdf5.layouts import ColumnLayout
 from mpistrat.data.hdf5.storage import Chunks, Storage
 
-__all__ = ["layouts_from_json", "layouts_to_json"]
-
 
 def layouts_to_json(
     layouts: Sequence[ColumnLayout], first: Sequence[ColumnLayout]

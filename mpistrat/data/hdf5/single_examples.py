@@ -17,8 +17,6 @@ from mpistrat.data.hdf5.patterns import encoded
 from mpistrat.data.hdf5.stored_types import Form, member, value_of
 from mpistrat.errors import DataError
 
-__all__ = ["Allocate", "SingleReader", "leaf_of"]
-
 Allocate = Callable[[tuple[int, ...], np.dtype], np.ndarray]
 """Makes an array of a shape and a dtype, with anything in it."""
 

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from mpistrat.collectives.collectives import Collectives
     from mpistrat.data.pipeline import Pipeline
 
-__all__ = ["Hdf5Source", "agree_on_files", "check_copies", "describe_files"]
-
 
 class Hdf5Source(PlainSource):
     """Examples from one or several HDF5 files, which are looked at when first needed."""

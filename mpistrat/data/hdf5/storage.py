@@ -17,15 +17,6 @@ from mpistrat.data.hdf5.plugins import Codec, find_codec
 from mpistrat.data.hdf5.stored_types import dtype_of
 from mpistrat.native import native_library
 
-__all__ = [
-    "Chunks",
-    "CompressedChunks",
-    "FilteredChunks",
-    "Storage",
-    "find_chunks",
-    "find_contiguous",
-]
-
 
 @dataclass(frozen=True)
 class Storage:

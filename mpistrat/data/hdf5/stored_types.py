@@ -12,20 +12,6 @@ import numpy as np
 from mpistrat import hdf5, nests
 from mpistrat.data.spec import ArraySpec
 
-__all__ = [
-    "READABLE",
-    "Form",
-    "Leaf",
-    "UnreadableType",
-    "assign",
-    "dtype_of",
-    "is_readable",
-    "leaves_of",
-    "member",
-    "subset",
-    "value_of",
-]
-
 READABLE = (
     "numbers, bools, text, rows of numbers of any length, and compound types of these can be read"
 )

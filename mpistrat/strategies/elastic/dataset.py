@@ -11,8 +11,6 @@ from mpistrat.data.distributed_dataset import DistributedDataset
 from mpistrat.data.replicated import ReplicatedDataset
 from mpistrat.values import local_component
 
-__all__ = ["ElasticDataset"]
-
 _END = object()
 
 

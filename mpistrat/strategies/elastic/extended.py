@@ -19,8 +19,6 @@ from mpistrat.strategies.groups import RankGroups
 from mpistrat.strategies.replica_calls import merged_results, merged_values
 from mpistrat.strategies.replicated import ReplicatedExtended
 
-__all__ = ["ElasticCollectives", "ElasticExtended"]
-
 
 class ElasticCollectives(OrderedCollectives):
     """The collectives of an elastic strategy, each in a unit."""

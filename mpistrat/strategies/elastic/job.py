@@ -32,8 +32,6 @@ from mpistrat.system.units import note_undos_by
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["job"]
-
 _logger = logging.getLogger("mpistrat")
 
 _END = "the end of the call"

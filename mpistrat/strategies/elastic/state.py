@@ -24,8 +24,6 @@ from mpistrat.sharding import replicas_of_ranks
 from mpistrat.strategies.elastic.values import ElasticReplicas
 from mpistrat.system.units import on_undo
 
-__all__ = ["ElasticState"]
-
 _MAX_RESULT = 2**20
 """Bytes of a value that a replica returns, up to which other ranks keep it."""
 

@@ -15,8 +15,6 @@ from mpistrat.values import LocalReplicas, register_storage
 from mpistrat.variables.replicated import ReplicatedOnRead, ReplicatedVariable
 from mpistrat.variables.writes import Write
 
-__all__ = ["ElasticGroup", "ElasticReplicas"]
-
 _Again = Callable[[Sequence[int]], Sequence[Any]]
 """Returns the components of some replicas."""
 
