@@ -1,28 +1,73 @@
-"""Data set of the public API: its sources, iteration and position."""
+"""Data sets of the public API: sources, transformations, iteration and position."""
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+import numpy as np
+
+from mpistrat import nests
 from mpistrat.arguments import as_bool, as_integer
-from mpistrat.data.element_transformations import ElementTransformations
+from mpistrat.data.batching import Batch, Enumerate, Unbatch, WholeBatches, refuse_numbered, wrapped
+from mpistrat.data.cache import Cached, size_in_bytes
+from mpistrat.data.combining import Concatenated, Zipped
+from mpistrat.data.errors import Sound
+from mpistrat.data.filtering import Filtered
 from mpistrat.data.fingerprint import position_layout
 from mpistrat.data.hdf5.fields import Field
 from mpistrat.data.hdf5.source import Hdf5Source
 from mpistrat.data.iterators import ElementIterator, Position
+from mpistrat.data.order import Transformation
+from mpistrat.data.padded_batch import PaddedBatch, RaggedBatch
+from mpistrat.data.parallel_map import AUTOTUNE
 from mpistrat.data.pipeline import Pipeline
-from mpistrat.data.sources import ArraySource, GeneratorSource, RangeSource
+from mpistrat.data.rows import Rows
+from mpistrat.data.sampling import Mixed, SampleBatches, Sampled, Weights, checked_weights
+from mpistrat.data.selecting import Indices, SelectBatches, Selected
+from mpistrat.data.shuffle import Shuffle
+from mpistrat.data.sources import ArraySource, CountSource, GeneratorSource, RangeSource
+from mpistrat.data.streams import view_or_stream
+from mpistrat.data.transforms import Map, Prefetch, Repeat, SameOrder, Shard, Skip, Take
 from mpistrat.data.user_source import UserSource, refuse_lazy_arrays
+from mpistrat.data.views import View
+from mpistrat.data.windows import Windowed
 from mpistrat.options import AutoShardPolicy
 from mpistrat.system.hints import HintedType
 from mpistrat.user_warnings.whole_batches import note_batch
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 _Name = str | Field
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
-class Dataset(ElementTransformations, metaclass=HintedType):
+
+def _refuse_buffer_size(method: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Decorate `shuffle` so that calls as of tf.data raise an error that says what to do."""
+
+    @functools.wraps(method)
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        if "buffer_size" in kwargs:
+            raise TypeError(
+                "shuffle has no buffer_size: all elements are mixed, and files are read by chunks. "
+                "Write shuffle(seed=0), with window=... only to mix fewer at a time."
+            )
+        if len(args) < 2 and "seed" not in kwargs:
+            raise TypeError(
+                "shuffle needs a seed, by which all ranks find the same order. Write "
+                "shuffle(seed=0): each epoch still has its own order."
+            )
+        return method(*args, **kwargs)
+
+    return checked
+
+
+class Dataset(metaclass=HintedType):
     """Examples, or batches of them, in a fixed order.
 
     Each transformation returns a new data set and leaves this one as it is. Nothing is read
@@ -60,7 +105,8 @@ class Dataset(ElementTransformations, metaclass=HintedType):
     def __init__(
         self, pipeline: Pipeline, auto_shard_policy: AutoShardPolicy = AutoShardPolicy.AUTO
     ) -> None:
-        super().__init__(pipeline, auto_shard_policy)
+        self._pipeline = pipeline
+        self._auto_shard_policy = auto_shard_policy
         self._position = Position()
 
     @classmethod
@@ -220,3 +266,729 @@ class Dataset(ElementTransformations, metaclass=HintedType):
             If it is no position, or one within a pass that this data set does not have.
         """
         self._position.load(state, position_layout(self._pipeline), self._pipeline.length)
+
+    @_refuse_buffer_size
+    def shuffle(
+        self, seed: int, reshuffle_each_iteration: bool = True, window: int | None = None
+    ) -> Self:
+        """Return the elements in random order. Local.
+
+        The order depends on the files, `seed`, the pass and the batch size alone.
+
+        A pass over files interleaves L partitions of the chunks: each fills a fixed part of every
+        batch. On N ranks, a chunk is decoded about once over the whole job where N divides L, up
+        to twice on average where N is smaller otherwise, and about N / L times where N is larger.
+        L is at most an eighth of the number of chunks (half of it up to 4 partitions), half the
+        number of chunks in the window, the batch size, and one for every 64 examples. The chunks
+        are those of the field with the largest rows; longer chunks of another field are decoded
+        by every rank that needs a row of one.
+
+        Parameters
+        ----------
+        seed : int
+        reshuffle_each_iteration : bool
+            Whether each pass, and each repetition within it, has its own order.
+        window : int, optional
+            How many elements are mixed at a time. ``None``: for files as many as need about
+            100 MB, else all. The chunks of files come in random order whatever the window;
+            other elements stay within their window.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If `seed` is no integer of at least 0, `window` none of at least 1, or
+            `reshuffle_each_iteration` no bool; and for `buffer_size`, an argument of tf.data.
+        """
+        window = None if window is None else as_integer("window", window, 1)
+        reshuffles = as_bool("reshuffle_each_iteration", reshuffle_each_iteration)
+        return self._then(Shuffle(as_integer("seed", seed, 0), reshuffles, window))
+
+    def batch(self, global_batch_size: int, drop_remainder: bool = False) -> Self:
+        """Return the elements in batches: arrays with one more dimension in front. Local.
+
+        Batches can be batched again, for example for several steps at a time. The batches of the
+        last call are the global ones, which ranks divide. The batches within one must be equally
+        long, so let all calls but the last drop the remainder.
+
+        Parameters
+        ----------
+        global_batch_size : int
+            Elements in a batch, over all replicas together.
+        drop_remainder : bool
+            Whether a last batch that is shorter is left out.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If `global_batch_size` is no integer of at least 1, or `drop_remainder` no bool.
+        DataError
+            While iterating, if a batch would hold batches of different lengths.
+        """
+        return self._batched(Batch, global_batch_size, drop_remainder)
+
+    def _batched(
+        self, make: Callable[..., Batch], batch_size: Any, drop_remainder: Any, *options: Any
+    ) -> Self:
+        """Return the elements in the batches that `make` makes of checked arguments."""
+        size = as_integer("global_batch_size", batch_size, 1)
+        return self._then(make(size, as_bool("drop_remainder", drop_remainder), *options))
+
+    def map(
+        self, fn: Callable[..., Any], seed: int = 0, num_parallel_calls: int | None = None
+    ) -> Self:
+        """Return `fn` of each element. Local.
+
+        Before `batch`, `fn` gets one example; after it, this rank's slice of the batch, which
+        may have the length 0. A tuple is passed as several arguments. `fn` must be pure: how
+        often and in which order it is called is not defined. Random numbers it takes from
+        `mpistrat.data.example_rng`, so that they depend on the example and not on the rank.
+
+        Where `fn` comes before `batch`, all examples get the dtype of the first one of the data
+        set, as it is without shuffling, whatever the number of ranks; strings are at least as wide
+        as those of the source.
+
+        Parameters
+        ----------
+        fn : callable
+        seed : int
+            Of `example_rng` and `example_rngs` in `fn`.
+        num_parallel_calls : int, optional
+            In how many threads `fn` is called, which helps where it leaves Python, as decoders and
+            NumPy do. The order stays, at most twice as many results wait, and an error cancels
+            what comes after it. ``None``: one call at a time, in the thread of the iterator; -1
+            (`mpistrat.data.AUTOTUNE`): this rank's share of the cores.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If `fn` is not callable, `seed` no integer of at least 0, or `num_parallel_calls` none
+            of at least 1.
+        DataError
+            While iterating, if the results for a batch do not stack, or do not fit the dtype of
+            the first one.
+        """
+        if not callable(fn):
+            raise TypeError(f"map needs a function, not {fn!r}.")
+        seed = as_integer("seed", seed, 0)
+        if num_parallel_calls is not None and num_parallel_calls != AUTOTUNE:
+            num_parallel_calls = as_integer("num_parallel_calls", num_parallel_calls, 1)
+        return self._then(Map(fn, seed, num_parallel_calls))
+
+    def repeat(self, count: int | None = None) -> Self:
+        """Return the elements `count` times over; endlessly for ``None`` or -1. Local."""
+        if count is not None:
+            count = as_integer("count", count, -1)
+        return self._then(Repeat(None if count == -1 else count))
+
+    def take(self, n: int) -> Self:
+        """Return the first `n` elements. Local."""
+        return self._then(Take(as_integer("n", n, 0)))
+
+    def skip(self, n: int) -> Self:
+        """Return the elements after the first `n`. Local."""
+        return self._then(Skip(as_integer("n", n, 0)))
+
+    def shard(self, num_shards: int, index: int) -> Self:
+        """Return every `num_shards`-th element, from element `index` on. Local.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If ``0 <= index < num_shards`` does not hold for two integers.
+        """
+        num_shards, index = as_integer("num_shards", num_shards, 1), as_integer("index", index, 0)
+        if index >= num_shards:
+            raise ValueError(f"index must be less than num_shards={num_shards}, not {index}.")
+        return self._then(Shard(num_shards, index))
+
+    def prefetch(self, n: int) -> Self:
+        """Return the same elements, of which a thread prepares up to `n` ahead. Local.
+
+        Wherever it stands, it is the elements at the end that are prepared. Functions given to
+        `map` run in that thread.
+        """
+        return self._then(Prefetch(as_integer("n", n, 1)))
+
+    def with_options(self, *, auto_shard_policy: AutoShardPolicy) -> Self:
+        """Return the same elements, to be divided among ranks in another way. Local.
+
+        Raises
+        ------
+        TypeError
+            If `auto_shard_policy` is no `AutoShardPolicy`.
+        """
+        if not isinstance(auto_shard_policy, AutoShardPolicy):
+            raise TypeError(
+                f"auto_shard_policy must be an AutoShardPolicy, not {auto_shard_policy!r}."
+            )
+        return type(self)(self._pipeline, auto_shard_policy)
+
+    def _then(self, transformation: Transformation) -> Self:
+        return type(self)(self._pipeline.then(transformation), self._auto_shard_policy)
+
+    @classmethod
+    def zip(cls, datasets: Any) -> Self:
+        """Return nests of the elements of several data sets, as long as the shortest. Local.
+
+        Each data set keeps its own reader. A shuffle afterwards shuffles all alike, and still
+        reads files by chunks: those of the data set with the largest elements.
+
+        Parameters
+        ----------
+        datasets : nest of Dataset
+            An element has the same structure: a tuple, a dict, or nests of them.
+
+        Raises
+        ------
+        TypeError
+            If a leaf of the nest is no data set.
+        ValueError
+            If there is none, or one is batched: batch the zipped data set.
+
+        Examples
+        --------
+        >>> images = ms.data.Dataset.from_arrays(np.zeros((3, 2)))
+        >>> labels = ms.data.Dataset.from_arrays(np.array([5, 6, 7]))
+        >>> both = ms.data.Dataset.zip({"image": images, "label": labels})
+        >>> [int(element["label"]) for element in both.shuffle(seed=1).take(2)]
+        [7, 5]
+        """
+        leaves, structure = nests.flatten(datasets, atoms=(Dataset,))
+        if not leaves:
+            raise ValueError("zip needs at least one data set, but the nest is empty.")
+        children = [_unbatched("zip", leaf) for leaf in leaves]
+        return cls(Pipeline(view_or_stream(Zipped(structure, children))), _policy_of(leaves))
+
+    @classmethod
+    def sample_from_datasets(
+        cls,
+        datasets: Iterable[Dataset],
+        weights: Any = None,
+        seed: int = 0,
+        stop_on_empty: bool = True,
+    ) -> Self:
+        """Return a mixture of data sets: each element is the next one of one of them. Local.
+
+        Which data set comes next is drawn from `seed` alone: it is the same in each pass. Let the
+        data sets shuffle their elements.
+
+        Parameters
+        ----------
+        datasets : list of Dataset
+            Of one `element_spec`, not batched.
+        weights : sequence of float, optional
+            How often each is drawn from; ``None``: all alike.
+        seed : int
+        stop_on_empty : bool
+            Whether the mixture ends where a data set is drawn from that has no more elements.
+            Otherwise it is left out from then on, and the mixture ends with the last one.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an argument has another form, or there is not one weight for each data set.
+        DataError
+            If specs differ; at the latest on first use.
+
+        Examples
+        --------
+        >>> zeros = ms.data.Dataset.from_arrays(np.zeros(4, int)).repeat()
+        >>> ones = ms.data.Dataset.from_arrays(np.ones(4, int)).repeat()
+        >>> mixed = ms.data.Dataset.sample_from_datasets([zeros, ones], [0.25, 0.75])
+        >>> 600 < sum(mixed.take(1000)) < 900
+        np.True_
+        """
+        datasets = list(datasets)
+        children = [_unbatched("sample_from_datasets", each) for each in datasets]
+        if not children:
+            raise ValueError("sample_from_datasets needs at least one data set.")
+        weights = np.ones(len(children)) if weights is None else weights
+        weights = checked_weights("sample_from_datasets", weights)
+        if len(weights) != len(children):
+            raise ValueError(
+                f"sample_from_datasets needs a weight for each of {len(children)} data sets, not "
+                f"{len(weights)}."
+            )
+        stops = as_bool("stop_on_empty", stop_on_empty)
+        view = Mixed(children, weights, as_integer("seed", seed, 0), stops)
+        _check_specs(view)
+        return cls(Pipeline(view_or_stream(view)), _policy_of(datasets))
+
+    def concatenate(self, other: Dataset) -> Self:
+        """Return the elements of this data set, then those of `other`. Local.
+
+        Parameters
+        ----------
+        other : Dataset
+            Of the same `element_spec`; lengths that differ become ``None``. Not batched.
+
+        Raises
+        ------
+        TypeError
+            If `other` is no data set.
+        ValueError
+            If one of the two is batched.
+        DataError
+            If specs differ; at the latest on first use.
+
+        Examples
+        --------
+        >>> numbers = ms.data.Dataset.range(2).concatenate(ms.data.Dataset.range(3))
+        >>> [int(x) for x in numbers]
+        [0, 1, 0, 1, 2]
+        """
+        view = Concatenated([_unbatched("concatenate", each) for each in (self, other)])
+        _check_specs(view)
+        return self._from(view)
+
+    def select(self, indices: Any) -> Self:
+        """Return the elements with the given numbers, in that order. Local.
+
+        A shuffle afterwards still reads files by chunks. Without one, elements are read in the
+        order of `indices`: sort them where that order does not matter.
+
+        Parameters
+        ----------
+        indices : sequence of int, or of bool
+            Numbers of elements as in NumPy: negative ones count from the end, and one may come
+            several times. Or a mask with an entry for each element. All ranks need the same.
+
+        Raises
+        ------
+        TypeError
+            If they are neither integers nor bools, or not one-dimensional.
+        IndexError
+            If a number is out of range, or a mask has another length; for files on first use.
+        ValueError
+            If the length of the data set is not known, or endless.
+
+        Examples
+        --------
+        >>> [int(x) for x in ms.data.Dataset.range(5).select([3, -1, 0, 3])]
+        [3, 4, 0, 3]
+        >>> [int(x) for x in ms.data.Dataset.range(3).select([True, False, True])]
+        [0, 2]
+        """
+        found = Indices(indices)
+        _check_finite("select", self._pipeline)
+        if self._pipeline.batch is not None:
+            return self._then(SelectBatches(found))
+        return self._from(Selected(self._pipeline, found))
+
+    def filter(self, fn: Callable[..., Any], fields: Any = None) -> Self:
+        """Return the elements for which `fn` is true. Local.
+
+        Which ones these are is found once, on first use: where the data set is distributed, each
+        rank evaluates a share, and all agree. (In `distribute_datasets_from_function`, and where
+        a program iterates over the data set itself, one rank evaluates it alone.) So `fn` sees
+        elements that `map` made before, but these may not be random. The number of elements is
+        known afterwards, and a shuffle still reads files by chunks.
+
+        Parameters
+        ----------
+        fn : callable
+            Takes an element, a tuple as several arguments; returns a truth value.
+        fields : str, int, or list of them, optional
+            Labels of a dict, or positions in a tuple: `fn` gets these alone, and only they are
+            read.
+
+        Raises
+        ------
+        TypeError
+            If `fn` is not callable.
+        ValueError
+            After `batch` or `repeat`; on first use if a map before it uses `example_rng`, if the
+            elements are others in each pass, or an element has no such field.
+
+        Examples
+        --------
+        >>> fields = ("train/image", "train/label")
+        >>> digits = ms.data.Dataset.from_hdf5("data/digits.h5", fields)
+        >>> small = digits.filter(lambda label: label < 3, fields=1)
+        >>> small.shuffle(seed=0).batch(64).cardinality()
+        7
+        """
+        if not callable(fn):
+            raise TypeError(f"filter needs a function, not {fn!r}.")
+        pipeline = self._pipeline
+        if pipeline.batch is not None:
+            raise ValueError("filter chooses single elements: call it before batch, not after it.")
+        if any(isinstance(each, Repeat) and each.count != 1 for each in pipeline.transformations):
+            raise ValueError(
+                "filter is evaluated once for all repetitions: call it before repeat, not after it."
+            )
+        if not pipeline.source.is_stream:
+            _check_finite("filter", pipeline)
+        return self._from(Filtered(pipeline, fn, fields))
+
+    def window(
+        self, size: int, stride: int = 1, dilation: int = 1, across_files: bool = False
+    ) -> Self:
+        """Return windows: `size` consecutive elements stacked along a new first dimension. Local.
+
+        Windows that would be shorter are left out. A shuffle afterwards reads files by chunks;
+        windows that overlap find their chunks decoded.
+
+        Parameters
+        ----------
+        size : int
+            Elements in a window.
+        stride : int
+            How far the first elements of neighbouring windows are apart. It begins again in each
+            file.
+        dilation : int
+            How far the elements within a window are apart.
+        across_files : bool
+            Whether a window may begin in one file of `from_hdf5` and end in the next.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an argument is no integer of at least 1, or no bool; after `batch`; and where it
+            depends on the pass which elements are of one file.
+        DataError
+            While iterating, if elements differ in shape.
+
+        Examples
+        --------
+        >>> windows = ms.data.Dataset.range(7).window(3, stride=2)
+        >>> [window.tolist() for window in windows]
+        [[0, 1, 2], [2, 3, 4], [4, 5, 6]]
+        """
+        size, stride = as_integer("size", size, 1), as_integer("stride", stride, 1)
+        dilation = as_integer("dilation", dilation, 1)
+        across = as_bool("across_files", across_files)
+        return self._from(Windowed(_unbatched("window", self), size, stride, dilation, across))
+
+    def enumerate(self, start: int = 0) -> Self:
+        """Return pairs of a number and an element. Local.
+
+        Numbers are int64 and count the elements as this data set has them, shuffled or not. After
+        `batch` they count global batches: then the number has no dimension, and all ranks get it.
+
+        Parameters
+        ----------
+        start : int
+            The first number.
+
+        Examples
+        --------
+        >>> [(int(n), int(x)) for n, x in ms.data.Dataset.range(4).skip(2).enumerate(start=1)]
+        [(1, 2), (2, 3)]
+        >>> [(int(n), x.tolist()) for n, x in ms.data.Dataset.range(3).batch(2).enumerate()]
+        [(0, [0, 1]), (1, [2])]
+        """
+        start = as_integer("start", start)
+        if self._pipeline.batch is not None:
+            return self._then(Enumerate(start))
+        _, structure = nests.flatten((0, 0))
+        return self._from(Zipped(structure, [Pipeline(CountSource(start)), self._pipeline]))
+
+    def sample(self, weights: Any, num_examples: int | None = None, seed: int = 0) -> Self:
+        """Return elements drawn with replacement, by weight: to balance classes. Local.
+
+        The draws depend on `seed`, the pass and the repetition alone. They come in the order in
+        which they are drawn; of compressed files they are read faster if `shuffle` follows, which
+        reads by chunks.
+
+        Parameters
+        ----------
+        weights : sequence of float
+            One for each element; they need not sum to 1. All ranks need the same.
+        num_examples : int, optional
+            How many to draw; ``None``: as many as there are elements.
+        seed : int
+
+        Raises
+        ------
+        TypeError, ValueError
+            If a weight is negative or not finite, none is positive, or there is not one for each
+            element (for files on first use); if the length is not known, or endless.
+
+        Examples
+        --------
+        >>> label = np.array([0] * 90 + [1] * 10)
+        >>> weights = 1 / np.bincount(label)[label]
+        >>> balanced = ms.data.Dataset.from_arrays(label).sample(weights, num_examples=1000)
+        >>> 400 < sum(balanced) < 600
+        np.True_
+        """
+        if num_examples is not None:
+            num_examples = as_integer("num_examples", num_examples, 0)
+        found = Weights(weights, num_examples, as_integer("seed", seed, 0))
+        _check_finite("sample", self._pipeline)
+        if self._pipeline.batch is not None:
+            return self._then(SampleBatches(found))
+        return self._from(Sampled(self._pipeline, found))
+
+    def _from(self, view: View) -> Self:
+        return type(self)(Pipeline(view_or_stream(view)), self._auto_shard_policy)
+
+    def padded_batch(
+        self,
+        global_batch_size: int,
+        padded_shapes: Any = None,
+        padding_values: Any = 0,
+        drop_remainder: bool = False,
+    ) -> Self:
+        """Return the elements in batches, each filled up to one shape. Local.
+
+        Parameters
+        ----------
+        global_batch_size, drop_remainder : int, bool
+            As those of `batch`.
+        padded_shapes : nest of tuples of int or None, optional
+            The shape of each leaf; a tuple of integers is one shape. ``None`` (or -1) for a length
+            is that of the longest element in this rank's slice of the batch, so give lengths
+            where slices are gathered. Without `padded_shapes` all lengths that differ are those
+            of the longest.
+        padding_values : scalar or nest of scalars
+            What fills up: one for all, or one for each leaf. Text is filled up with empty text.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As `batch` does; on first use, if a shape or a value does not fit the elements.
+        DataError
+            While iterating, if an element is longer than its padded shape.
+
+        Examples
+        --------
+        >>> spec = ms.data.ArraySpec((None,), "int64")
+        >>> rows = ms.data.Dataset.from_generator(lambda: map(np.array, ([1], [2, 3])), spec)
+        >>> next(iter(rows.padded_batch(2, padding_values=-1))).tolist()
+        [[1, -1], [2, 3]]
+        """
+        options = padded_shapes, padding_values
+        return self._batched(PaddedBatch, global_batch_size, drop_remainder, *options)
+
+    def ragged_batch(self, global_batch_size: int, drop_remainder: bool = False) -> Self:
+        """Return the elements in batches that keep the length of each. Local.
+
+        Each leaf whose lengths may differ, which are those with ``None`` in its spec, and after a
+        `map` all that have a dimension, becomes a `Ragged`. The others are stacked.
+
+        Parameters
+        ----------
+        global_batch_size, drop_remainder : int, bool
+            As those of `batch`.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As `batch` does.
+        DataError
+            While iterating, if elements differ in another dimension than the first.
+
+        Examples
+        --------
+        >>> spec = ms.data.ArraySpec((None,), "int64")
+        >>> rows = ms.data.Dataset.from_generator(lambda: map(np.array, ([1], [2, 3])), spec)
+        >>> next(iter(rows.ragged_batch(2)))
+        Ragged(array([1, 2, 3]), row_splits=array([0, 1, 3]))
+        """
+        return self._batched(RaggedBatch, global_batch_size, drop_remainder)
+
+    def unbatch(self) -> Self:
+        """Return the elements of batches, or the rows of elements that are arrays. Local.
+
+        After `batch`, `padded_batch` or `ragged_batch` it undoes the last of them, padding too,
+        also if `shuffle`, `take`, `select` or the like stand between. A `map` of the batches gets
+        batches of one example from now on, whose length it must keep.
+
+        Without a batch, the rows of each element become elements: all leaves are arrays of one
+        length, which may differ from element to element, such as the frames of recordings in
+        several datasets of a file (``"run_*/frame"``). A shuffle afterwards mixes the rows of
+        several elements, as many as its window holds, and reads each element about once. Where
+        neither specs nor files tell the lengths, as after `map`, each element is made a second
+        time, to count its rows, when the dataset is distributed: the ranks share the work. So such
+        a `map` may not draw random numbers; map at random after `unbatch`.
+
+        Raises
+        ------
+        ValueError
+            If batches were enumerated, or elements are no arrays.
+        DataError
+            On first use, if the arrays of one element differ in length.
+
+        Examples
+        --------
+        >>> pairs = ms.data.Dataset.range(5).batch(2).map(lambda x: 10 * x)
+        >>> [int(x) for x in pairs.unbatch()]
+        [0, 10, 20, 30, 40]
+        >>> recordings = ms.data.Dataset.from_arrays(np.arange(6).reshape(2, 3))
+        >>> [int(x) for x in recordings.unbatch()]
+        [0, 1, 2, 3, 4, 5]
+        """
+        pipeline = self._pipeline
+        batch = pipeline.batch
+        if batch is None:
+            return self._from(Rows(pipeline))
+        place = max(n for n, each in enumerate(pipeline.transformations) if each is batch)
+        later = pipeline.transformations[place + 1 :]
+        refuse_numbered(later)
+        if not all(isinstance(each, SameOrder) for each in later):
+            return self._then(Unbatch(batch.batch_size, batch.drop_remainder))
+        whole = (WholeBatches(batch.batch_size),) if batch.drop_remainder else ()
+        earlier = pipeline.transformations[:place]
+        steps = (*earlier, *whole, *map(wrapped, later))
+        return type(self)(
+            Pipeline(pipeline.source, steps, pipeline.branch), self._auto_shard_policy
+        )
+
+    def flat_map(
+        self, fn: Callable[..., Any], seed: int = 0, num_parallel_calls: int | None = None
+    ) -> Self:
+        """Return the rows of what `fn` makes of each element, as ``map(fn).unbatch()``. Local.
+
+        Parameters
+        ----------
+        fn : callable
+            Takes an element, as a function given to `map`, and returns a nest of arrays of one
+            length. It is called a second time for each element, to count the rows.
+        seed, num_parallel_calls : int, int or None
+            As those of `map`.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As `map` does; and if the dataset is batched: call it before ``batch``.
+        DataError
+            While iterating, if the arrays of one element differ in length.
+
+        Examples
+        --------
+        >>> pairs = ms.data.Dataset.range(3).flat_map(lambda n: np.array([n, 10 * n]))
+        >>> [int(x) for x in pairs]
+        [0, 0, 1, 10, 2, 20]
+        """
+        if self._pipeline.batch is not None:
+            raise ValueError(
+                "flat_map takes examples, but this dataset is batched. Call it before batch."
+            )
+        return self.map(fn, seed, num_parallel_calls).unbatch()
+
+    def cache(self, memory: int | str = "4 GiB") -> Self:
+        """Return the same elements, kept in memory once they have been made. Local.
+
+        What comes out here, decoded and mapped, is made once and taken from memory afterwards:
+        in later passes, and by other ranks of the node, which share the memory. An element is kept
+        once a node. The system takes the memory back when the last process that uses it ends.
+
+        Only what an element contains is kept: a `shuffle`, before or after it, still shuffles
+        each pass. A `map` before it that draws from `example_rng` is frozen: each example keeps
+        what it got with the random numbers of the first pass. Map at random after `cache`.
+
+        Parameters
+        ----------
+        memory : int or str
+            The most bytes that a node keeps, such as ``"512 MiB"``.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If `memory` is no size; if the data set is batched, because what a rank would keep
+            depended on the number of ranks: call ``cache`` before ``batch``; on first use, if the
+            data set has other elements in each pass, as after ``sample``.
+        MemoryError
+            If the elements need more: when the data set is distributed or iterated where sizes are
+            known, else at the first element that does not fit, with the sum that is needed.
+        DataError
+            While iterating, if a leaf of an element is neither array, number nor text.
+
+        Examples
+        --------
+        >>> squares = ms.data.Dataset.range(4).map(lambda x: x * x).cache("1 MiB")
+        >>> [int(x) for x in squares], [int(x) for x in squares.skip(2)]
+        ([0, 1, 4, 9], [4, 9])
+        """
+        num_bytes = size_in_bytes(memory)
+        pipeline = self._pipeline
+        if pipeline.batch is not None:
+            raise ValueError(
+                "cache keeps examples, but this data set is batched: what a rank would keep of a "
+                "batch depended on the number of ranks. Call cache before batch."
+            )
+        orders = tuple(e for e in pipeline.transformations if not isinstance(e, Map))
+        source = Cached(pipeline, num_bytes, len(orders))
+        return type(self)(Pipeline(source, orders, pipeline.branch), self._auto_shard_policy)
+
+    def ignore_errors(self, log_warning: bool = True) -> Self:
+        """Return the elements that can be made, without those where that raises an error. Local.
+
+        Such elements are, for example, those with a damaged image, which a function given to `map`
+        cannot decode, and rows of a damaged chunk of a file. As with `filter`, it is found once
+        which these are, when the data set is first distributed: the ranks share the work, and
+        agree. So batches are full, positions and lengths are exact, and all of it is the same at
+        any number of ranks. That takes a pass over the data, which a `cache` before it keeps:
+        ``map(decode).cache().ignore_errors()`` decodes once.
+
+        A `map` that draws from `example_rng` is tried with the random numbers of the first pass. An
+        error in a later pass is raised, and so is an error of a `map` after it. `MemoryError` is
+        never ignored.
+
+        Parameters
+        ----------
+        log_warning : bool
+            Whether rank 0 warns how many elements are left out, and names the first ones with their
+            errors, by the logger ``mpistrat``.
+
+        Raises
+        ------
+        TypeError
+            If `log_warning` is no bool.
+        ValueError
+            If the data set is batched: call it before ``batch``; or if its length is unknown, as of
+            a generator.
+
+        Examples
+        --------
+        >>> inverse = ms.data.Dataset.range(3).map(lambda x: 1 // int(x))
+        >>> [int(x) for x in inverse.ignore_errors(log_warning=False)]
+        [1, 0]
+        """
+        logs = as_bool("log_warning", log_warning)
+        if self._pipeline.batch is not None:
+            raise ValueError(
+                "ignore_errors leaves out examples, but this data set is batched. Call it before "
+                "batch, after the map that may fail."
+            )
+        if self._pipeline.source.is_stream:
+            raise ValueError(
+                "ignore_errors finds the elements that can be made before the first pass, so their "
+                "number must be known. Let the generator leave out what it cannot make."
+            )
+        return self._from(Sound(self._pipeline.tolerant(), logs))
+
+
+def _unbatched(name: str, dataset: Any) -> Pipeline:
+    """Return the pipeline of `dataset`, which must not be batched."""
+    if not isinstance(dataset, Dataset):
+        raise TypeError(f"{name} needs data sets, not {dataset!r}.")
+    if dataset._pipeline.batch is not None:
+        raise ValueError(
+            f"{name} is for data sets of single elements, because which part of a batch a rank "
+            f"holds depends on the number of ranks: call {name} first, and batch its result."
+        )
+    return dataset._pipeline
+
+
+def _check_finite(name: str, pipeline: Pipeline) -> None:
+    if pipeline.source.is_stream:
+        raise ValueError(
+            f"{name} needs to know how many elements there are, which of a generator nobody does. "
+            "Use from_source, or range(n).map(load)."
+        )
+    if pipeline.source.is_read and pipeline.length < 0:
+        raise ValueError(f"{name} needs a data set that ends: call it before repeat.")
+
+
+def _check_specs(view: Concatenated | Mixed) -> None:
+    """Raise DataError where specs differ, if they are known without reading or calling anything."""
+    if view.is_read and not view.num_maps:
+        _ = view.element_spec
+
+
+def _policy_of(datasets: Iterable[Dataset]) -> AutoShardPolicy:
+    """Return how the first of `datasets` is to be divided among ranks."""
+    return next(iter(datasets))._auto_shard_policy
