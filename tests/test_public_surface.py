@@ -17,7 +17,7 @@ from mpistrat.collectives.nested import PendingReduction
 from mpistrat.data.iterators import ElementIterator, Optional
 from mpistrat.optimizers import schedules
 from mpistrat.replica import ShardGroup
-from mpistrat.strategies.cluster import ClusterResolver
+from mpistrat.strategies.cluster_resolver import ClusterResolver
 from mpistrat.strategies.extended_v1 import InputIterator
 
 SURFACE = {

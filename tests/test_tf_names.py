@@ -6,7 +6,7 @@ import re
 import pytest
 
 import mpistrat as ms
-from mpistrat.strategies.cluster import ClusterResolver
+from mpistrat.strategies.cluster_resolver import ClusterResolver
 from mpistrat.strategies.extended_v1 import InputIterator
 from tests import ROOT
 

@@ -6,7 +6,7 @@ from mpistrat import context
 from mpistrat.options import ReduceOp
 from mpistrat.replica import ReplicaContext
 from mpistrat.strategies.central import CentralStorageStrategy
-from mpistrat.strategies.cluster import print_on_chief
+from mpistrat.strategies.cluster_resolver import print_on_chief
 from mpistrat.strategies.extended import StrategyExtended
 from mpistrat.strategies.extended_v1 import MultiStepContext
 from mpistrat.strategies.mpi import MPIStrategy

@@ -34,7 +34,7 @@ from mpistrat.native import HOW_TO_COMPILE, missing_libraries
 from mpistrat.options import CommunicationOptions
 from mpistrat.partitioners import RanksPartitioner
 from mpistrat.settings import Settings, settings
-from mpistrat.strategies.cluster import ClusterResolver
+from mpistrat.strategies.cluster_resolver import ClusterResolver
 from mpistrat.strategies.devices import (
     Offer,
     choose_devices,

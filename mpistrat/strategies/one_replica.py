@@ -24,7 +24,7 @@ from mpistrat.options import (
     ValueContext,
 )
 from mpistrat.replica import ReplicaContext, ShardGroup
-from mpistrat.strategies.cluster import ClusterResolver
+from mpistrat.strategies.cluster_resolver import ClusterResolver
 from mpistrat.strategies.extended import StrategyExtended
 from mpistrat.strategies.reductions import parse_place
 from mpistrat.strategies.strategy import Strategy

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from mpistrat.arguments import as_integer
 from mpistrat.errors import LaunchError
 from mpistrat.mpi.world import World
-from mpistrat.strategies.cluster import ClusterResolver
+from mpistrat.strategies.cluster_resolver import ClusterResolver
 from mpistrat.strategies.mpi import MPIStrategy
 from mpistrat.strategies.server_extended import ServerExtended
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -10,30 +12,52 @@ import numpy as np
 import numpy.typing as npt
 
 from mpistrat import context
+from mpistrat.arguments import as_array, as_integer
 from mpistrat.arrays import Array
+from mpistrat.collectives import objects
+from mpistrat.collectives.collectives import Collectives
+from mpistrat.collectives.group_collectives import GroupCollectives
 from mpistrat.errors import warn_deprecated
-from mpistrat.options import InputOptions, InputReplicationMode, ReduceOpLike, RunOptions
-from mpistrat.strategies.cluster import ClusterMember
+from mpistrat.layout import Layout
+from mpistrat.options import (
+    CommunicationOptions,
+    InputOptions,
+    InputReplicationMode,
+    ReduceOpLike,
+    RunOptions,
+    ValueContext,
+)
+from mpistrat.pytorch import is_tensor
+from mpistrat.strategies.cluster_resolver import ClusterResolver
 from mpistrat.strategies.extended import StrategyExtended
 from mpistrat.strategies.extended_v1 import InputIterator
-from mpistrat.strategies.logical_devices import LogicalDevices
-from mpistrat.strategies.plain_names import PlainNames
 from mpistrat.strategies.reductions import warn_of_empty_parts
 from mpistrat.strategies.replica_arguments import explained_call
+from mpistrat.system.hints import Hinted
 from mpistrat.user_warnings import empty_parts, whole_batches
-from mpistrat.values import DistributedValues, Number, PerReplica, T
+from mpistrat.values import DistributedValues, Number, PerReplica, T, localize
 from mpistrat.variables import Variable
 
 if TYPE_CHECKING:
     from mpistrat.data.dataset import Dataset
     from mpistrat.data.distributed_dataset import DistributedDataset
     from mpistrat.data.iterators import ElementIterator
-    from mpistrat.options import InputContext, ValueContext
+    from mpistrat.options import InputContext
 
 ValueT = TypeVar("ValueT", bound="np.ndarray | Number")
 
 
-class Strategy(PlainNames, LogicalDevices, ClusterMember):
+_OF_GRAPHS = frozenset(
+    {
+        *("colocate_vars_with", "configure", "experimental_distribute_datasets_from_function"),
+        *("experimental_make_numpy_dataset", "experimental_run", "group", "make_dataset_iterator"),
+        *("make_input_fn_iterator", "unwrap", "update_config_proto"),
+    }
+)
+"""What only programs of TensorFlow 1 need, which `dir` leaves out."""
+
+
+class Strategy(Hinted):
     """State and computation distributed over replicas.
 
     Make one of its subclasses: `MPIStrategy`, or `OneDeviceStrategy` for one replica without
@@ -386,3 +410,329 @@ class Strategy(PlainNames, LogicalDevices, ClusterMember):
         vars(twin).update(vars(self))
         twin._extended = self._extended._copied_for(twin)
         return twin
+
+    @property
+    def xp(self) -> Any:
+        """The array namespace of the replica's device: NumPy's or CuPy's. Local."""
+        return self._extended.xp
+
+    def distribute_dataset(
+        self, dataset: Dataset, options: InputOptions | None = None
+    ) -> DistributedDataset:
+        """Return `dataset` with each global batch split over the replicas.
+
+        **Collective**. The name in tf.distribute is ``experimental_distribute_dataset``. All ranks
+        pass the same dataset; the contents of arrays given to `Dataset.from_arrays` are compared.
+
+        Raises
+        ------
+        ValueError
+            If the dataset was not batched.
+        DataError
+            On every rank, if its files do not fit, or the datasets of the ranks differ.
+        """
+        return self._extended._distribute_dataset(dataset, options)
+
+    def distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
+        """Return ``value_fn(context)`` with each leaf of the nest as a `PerReplica`. Local.
+
+        The name in tf.distribute is ``experimental_distribute_values_from_function``.
+        """
+        return self._extended._values_from_function(value_fn)
+
+    def local_results(self, value: Any) -> tuple[Any, ...]:
+        """Return the components of `value` on this rank: a tuple with one element. Local.
+
+        The name in tf.distribute is ``experimental_local_results``.
+        """
+        return self._extended._local_results(value)
+
+    def assert_replicas_agree(self, variables: object) -> None:
+        """Make sure that mirrored variables still hold the same bytes on every rank.
+
+        **Collective**: see `StrategyExtended.assert_replicas_agree`.
+
+        Raises
+        ------
+        ReplicaDriftError
+            On every rank, if a variable differs.
+        """
+        self._extended.assert_replicas_agree(variables)
+
+    def all_reduce(
+        self, reduce_op: ReduceOpLike, value: Any, options: CommunicationOptions | None = None
+    ) -> Any:
+        """Reduce `value` over replicas, outside of `run`: see `ReplicaContext.all_reduce`.
+
+        **Collective**. `Strategy.reduce` can reduce over axes too, and returns host arrays.
+
+        Parameters
+        ----------
+        reduce_op : ReduceOp or str
+        value : nest of arrays, numbers, IndexedSlices or PerReplica
+            The value of this rank's replica. With ``num_replicas=`` a `PerReplica`.
+        options : CommunicationOptions, optional
+
+        Returns
+        -------
+        nest
+            As `value`, on the same device, equal on every rank.
+
+        Raises
+        ------
+        ContextError
+            Inside a replica function: use ``get_replica_context().all_reduce`` there.
+        ValueError, TypeError
+            For a bad argument.
+        CollectiveError
+            If the ranks disagree.
+        """
+        return self._as_replicas(
+            "all_reduce", value, lambda group, own: group.all_reduce(reduce_op, own, options)
+        )[0]
+
+    def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
+        """Concatenate `value` over replicas, outside of `run`: see `ReplicaContext.all_gather`.
+
+        **Collective**; arguments and errors as of `all_reduce` and `gather`.
+        """
+        return self._as_replicas(
+            "all_gather", value, lambda group, own: group.all_gather(own, axis, options)
+        )[0]
+
+    def broadcast(
+        self, value: Any, root: int = 0, options: CommunicationOptions | None = None
+    ) -> Any:
+        """Return the `value` of replica `root` on every rank: see `ReplicaContext.broadcast`.
+
+        **Collective**; the values of other replicas do not matter. For Python objects there is
+        `broadcast_object`.
+        """
+        return self._as_replicas(
+            "broadcast", value, lambda group, own: group.broadcast(own, root, options)
+        )[0]
+
+    def scatter(
+        self, value: Any, root: int = 0, options: CommunicationOptions | None = None
+    ) -> Any:
+        """Return this replica's part of the `value` of replica `root`, cut along axis 0.
+
+        **Collective**: see `ReplicaContext.scatter`. With several replicas on a rank the result is
+        a `PerReplica`.
+        """
+        parts = self._as_replicas(
+            "scatter", value, lambda group, own: group.scatter(own, root, options)
+        )
+        return self._extended._joined(parts)
+
+    def _as_replicas(
+        self, kind: str, value: Any, collective: Callable[[_Replicas, Any], Any]
+    ) -> list[Any]:
+        """Return the result of each replica of this rank. **Collective**."""
+        context.require_cross_replica(self, kind)
+        group = _Replicas(self._extended)
+        return self._extended._with_components(kind, value, lambda own: collective(group, own))
+
+    def group(self, value: object, name: str | None = None) -> None:
+        """Do nothing: `value` is already computed. A no-op by nature. Local."""
+        return
+
+    def configure(
+        self,
+        session_config: object = None,
+        cluster_spec: object = None,
+        task_type: str | None = None,
+        task_id: int | None = None,
+    ) -> None:
+        """Do nothing: there are no sessions and no servers. A no-op by nature. Local."""
+        return
+
+    def update_config_proto(self, config_proto: Any) -> Any:
+        """Return a copy of `config_proto`: there are no sessions. A no-op by nature. Local."""
+        return copy.deepcopy(config_proto)
+
+    def __dir__(self) -> list[str]:
+        return sorted(set(super().__dir__()) - _OF_GRAPHS)
+
+    def experimental_split_to_logical_devices(
+        self, tensor: Any, partition_dimensions: Sequence[int]
+    ) -> Any:
+        """Return this rank's block of a value that all ranks of the replica have. Local.
+
+        Parameters
+        ----------
+        tensor : array, PyTorch tensor or PerReplica
+        partition_dimensions : sequence of int
+            Into how many blocks each axis is cut, as many numbers as there are axes. Their product
+            is the number of ranks of a replica, which take the blocks in C order.
+
+        Returns
+        -------
+        array or tensor
+            A view. Nothing is cut or moved without being asked for: what follows is up to the
+            program, as by `ReplicaContext.shards`.
+
+        Raises
+        ------
+        ValueError
+            For another number of axes, an axis whose length a number does not divide, or another
+            product.
+        TypeError
+            If a number is no integer.
+
+        Examples
+        --------
+        >>> strategy.experimental_split_to_logical_devices(np.ones((2, 3)), [1, 1]).shape
+        (2, 3)
+        """
+        kind, layout = "experimental_split_to_logical_devices", self._extended._layout
+        value = localize(tensor)
+        array = value if is_tensor(value) else as_array(kind, value)
+        shape = tuple(array.shape)
+        dims = [as_integer(f"{kind}: partition_dimensions", each) for each in partition_dimensions]
+        if len(dims) != len(shape):
+            raise ValueError(
+                f"{kind}: the length of partition_dimensions, {len(dims)}, must be the number of "
+                f"axes of the value, whose shape is {shape}."
+            )
+        for axis, (length, number) in enumerate(zip(shape, dims, strict=True)):
+            if number < 1 or length % number:
+                raise ValueError(
+                    f"{kind}: axis {axis} of the shape {shape} is not divisible by "
+                    f"partition_dimensions[{axis}], which is {number}. For parts of different "
+                    "lengths there is ReplicaContext.shards.scatter."
+                )
+        if math.prod(dims) != layout.ranks_per_replica:
+            raise ValueError(
+                f"{kind}: the product of partition_dimensions {dims} must be the number of ranks "
+                f"of a replica, {layout.ranks_per_replica}."
+            )
+        if not dims:
+            return array
+        block = np.unravel_index(layout.shard, dims)
+        steps = [length // number for length, number in zip(shape, dims, strict=True)]
+        places = zip(block, steps, strict=True)
+        return array[tuple(slice(int(i) * step, (int(i) + 1) * step) for i, step in places)]
+
+    def experimental_assign_to_logical_device(self, tensor: T, logical_device_id: int) -> T:
+        """Return `tensor`: each rank computes what its program says. A no-op by nature. Local.
+
+        Raises
+        ------
+        ValueError, TypeError
+            If no rank of a replica has the number `logical_device_id`.
+        """
+        what = "experimental_assign_to_logical_device: logical_device_id"
+        as_integer(what, logical_device_id, 0, self._extended._layout.ranks_per_replica - 1)
+        return tensor
+
+    def experimental_replicate_to_logical_devices(self, tensor: T) -> T:
+        """Return `tensor`: each rank has its own values. A no-op by nature. Local."""
+        return tensor
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver | None:
+        """Where this rank stands in the cluster; ``None`` where there is none. Local."""
+        return None
+
+    @property
+    def rank(self) -> int:
+        """Number of this rank: short for ``cluster_resolver.task_id``. Local."""
+        return self._layout.rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks: short for ``cluster_resolver.num_workers``. Local."""
+        return self._layout.num_ranks
+
+    @property
+    def local_rank(self) -> int:
+        """Number of this rank on its node: short for ``cluster_resolver.local_rank``. Local."""
+        resolver = self.cluster_resolver
+        return 0 if resolver is None else resolver.local_rank
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this is rank 0: short for ``extended.should_save_summary``. Local."""
+        return self._layout.rank == 0
+
+    def barrier(self) -> None:
+        """Return when every rank has made this call. **Collective**.
+
+        Raises
+        ------
+        ContextError
+            Inside a replica function: use `ReplicaContext.barrier` there.
+        """
+        context.require_cross_replica(self, "barrier")
+        self._collectives.as_unit("barrier", lambda: objects.barrier(self._collectives))
+
+    def broadcast_object(self, obj: Any, root: int = 0) -> Any:
+        """Return a copy of the object of rank `root`.
+
+        **Collective**: every rank makes the call, with the same `root`. The object travels as
+        pickle, from one rank of the job to the others: for arrays, `reduce` and `gather` are
+        faster.
+
+        Parameters
+        ----------
+        obj : object
+            What the other ranks pass does not matter.
+        root : int
+
+        Returns
+        -------
+        object
+            A copy, on `root` too.
+
+        Raises
+        ------
+        TypeError
+            If `root` is no integer; and on `root`, if the object cannot be pickled. The others
+            then get a `CollectiveMismatchError` that names it.
+        ValueError
+            If there is no rank `root`.
+        ContextError
+            Inside a replica function: use `ReplicaContext.broadcast_object` there.
+        """
+        context.require_cross_replica(self, "broadcast_object")
+        what, ranks = "broadcast_object", self._collectives
+        return ranks.as_unit(what, lambda: objects.broadcast_object(ranks, what, obj, root))
+
+    def gather_objects(self, obj: Any) -> list[Any]:
+        """Return copies of the objects of all ranks, in rank order, on every rank.
+
+        **Collective**: every rank makes the call. Objects travel as pickle, from one rank of the
+        job to the others: for arrays, `gather` is faster.
+
+        Raises
+        ------
+        TypeError
+            On a rank whose object cannot be pickled. The others then get a
+            `CollectiveMismatchError` that names it.
+        ContextError
+            Inside a replica function: use `ReplicaContext.all_gather_object` there.
+        """
+        context.require_cross_replica(self, "gather_objects")
+        what, ranks = "gather_objects", self._collectives
+        found: list[Any] = ranks.as_unit(what, lambda: objects.gather_objects(ranks, what, obj))
+        return found
+
+    @property
+    def _collectives(self) -> Collectives:
+        return self._extended._collectives
+
+    @property
+    def _layout(self) -> Layout:
+        """Where this rank is among all, whichever of its replicas runs."""
+        return self._extended._layout
+
+
+class _Replicas(GroupCollectives):
+    """The collectives of the replicas of a strategy, outside of `Strategy.run`."""
+
+    def __init__(self, extended: StrategyExtended) -> None:
+        self._extended = extended
+
+    def _group(self) -> Collectives:
+        return self._extended._replicas
