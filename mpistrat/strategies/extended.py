@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,16 +20,18 @@ from mpistrat.collectives.nested import all_gather_nest
 from mpistrat.context import call_in_update_context
 from mpistrat.errors import ContextError
 from mpistrat.failures import flight_dumps, logs
+from mpistrat.layout import Layout
 from mpistrat.options import (
     CommunicationOptions,
+    InputContext,
+    InputOptions,
     ReduceOp,
     ReduceOpLike,
+    ValueContext,
 )
 from mpistrat.replica import ReplicaContext
 from mpistrat.strategies.extended_v1 import ExtendedV1
 from mpistrat.strategies.groups import RankGroups
-from mpistrat.strategies.hooks import StrategyHooks
-from mpistrat.strategies.inputs import InputDistribution
 from mpistrat.strategies.reductions import (
     Destination,
     local_components,
@@ -38,7 +41,14 @@ from mpistrat.strategies.reductions import (
 )
 from mpistrat.system.callsite import failure_site
 from mpistrat.tracing.spans import span
-from mpistrat.values import PerReplica, batches_of, container_of, localize, per_replica
+from mpistrat.values import (
+    DistributedValues,
+    PerReplica,
+    batches_of,
+    container_of,
+    localize,
+    per_replica,
+)
 from mpistrat.variables import (
     MirroredVariable,
     Variable,
@@ -46,10 +56,13 @@ from mpistrat.variables import (
     variables_to_compare,
 )
 
+if TYPE_CHECKING:
+    from mpistrat.data import Dataset, DistributedDataset
+
 _PLAIN = (bool, int, float, complex, np.generic, np.ndarray)
 
 
-class StrategyExtended(StrategyHooks, InputDistribution, ExtendedV1):
+class StrategyExtended(ExtendedV1):
     """The part of a strategy for libraries: optimizers, metrics, layers, checkpoints.
 
     Parameters
@@ -85,7 +98,6 @@ class StrategyExtended(StrategyHooks, InputDistribution, ExtendedV1):
     _is_default = False
     _distributes_variables = True
     _context_class: type[ReplicaContext] = ReplicaContext
-    _container: Any
 
     def __init__(self, collectives: Collectives, groups: RankGroups | None = None) -> None:
         self._set_ranks(collectives, groups or RankGroups.of_one_rank(collectives))
@@ -423,3 +435,122 @@ class StrategyExtended(StrategyHooks, InputDistribution, ExtendedV1):
     def value_container(self, value: Any) -> Any:
         """Return what `value` is a component of, itself where that no longer exists. Local."""
         return container_of(value)
+
+    # Variables: what a strategy makes, and where they may be used
+
+    _is_remote = False
+    """Whether variables lie on other ranks, which this one asks by messages."""
+    _kind_of_variables = "mirrored"
+    """Of those that are written together and not cut."""
+    _kind_of_counters = "mirrored"
+    """Of variables that all ranks change alike without a message."""
+    _kind_on_read = "on_read"
+    """Of SyncOnRead variables."""
+    _variable_partitioner: Callable[..., Any] | None = None
+    """What is asked into how many parts a variable is cut."""
+
+    def _kind_of_variable(self, initial: Any, on_read: bool) -> str:
+        """Return the kind of a new variable, by the name that its class has registered."""
+        if on_read:
+            return "split_on_read" if initial.is_split else self._kind_on_read
+        if initial.is_cut_by(self._variable_partitioner):
+            return "sharded"
+        if initial.is_replicated:
+            return self._kind_of_counters
+        kind = self._kind_of_variables
+        return "split" if initial.is_split and kind == "mirrored" else kind
+
+    def _note_optimizer(self, optimizer: Any) -> None:
+        """Do what is needed for a new optimizer, which all ranks make."""
+
+    def _check_may_save(self, what: str) -> None:
+        """Refuse to save or restore on a rank that cannot."""
+
+    # Replicas: several on a rank with `num_replicas=`
+
+    @property
+    def _layout(self) -> Layout:
+        """Which replica and which shard of it this rank is."""
+        return self._collectives.layout
+
+    @property
+    def local_replica_ids(self) -> range:
+        """The numbers of the replicas of this rank. Local."""
+        return self._layout.local_replicas
+
+    def _as_unit(self, what: str, write: Callable[[], None]) -> None:
+        """Do `write`: see `RunsUnits.as_unit`."""
+        self._collectives.as_unit(what, write, writes=True)
+
+    def _on_replicas(self, function: Callable[[], Any]) -> Any:
+        """Return what `function` returns, called as each replica of this rank; of the first."""
+        return function()
+
+    def _once(self, function: Callable[[], Any]) -> Any:
+        """Return what `function` returns, called once where the replicas of this rank meet."""
+        return function()
+
+    def _make_together(self, make: Callable[[], Any], name: str | None, modes: str) -> Any:
+        """Return the variable called `name` that the replicas of this rank make."""
+        return make()
+
+    def _own_of(self, of_replicas: Sequence[Any]) -> Any:
+        """Return the item of the replica that runs, of one for each replica of this rank."""
+        return of_replicas[0]
+
+    def _each_own(self, make: Callable[[], Any]) -> list[Any]:
+        """Return one item for each replica of this rank."""
+        return [make()]
+
+    def _with_components(self, kind: str, value: Any, function: Callable[[Any], Any]) -> list[Any]:
+        """Return what `function` returns of the component of each replica of this rank."""
+        return [function(localize(value))]
+
+    def _joined(self, of_replicas: Sequence[Any]) -> Any:
+        """Return the results of the replicas of this rank as one value."""
+        return of_replicas[0]
+
+    # What the methods of `Strategy` about data sets do
+
+    def _distribute_dataset(
+        self, dataset: Dataset, options: InputOptions | None
+    ) -> DistributedDataset:
+        """Split each global batch over replicas. **Collective**."""
+        from mpistrat.data.distributed import distribute  # programs without data need none of it
+
+        context.require_cross_replica(self._container, "experimental_distribute_dataset")
+        return self._owned(
+            distribute(dataset, options, self._collectives, self._collectives.device)
+        )
+
+    def _distribute_from_function(
+        self, dataset_fn: Callable[[InputContext], Dataset], options: InputOptions | None
+    ) -> DistributedDataset:
+        """Make one distributed data set of each rank's own. **Collective**."""
+        from mpistrat.data.distributed import distribute_from_function
+
+        context.require_cross_replica(self._container, "distribute_datasets_from_function")
+        made = distribute_from_function(
+            dataset_fn, options, self._collectives, self._collectives.device
+        )
+        return self._owned(made)
+
+    def _owned(self, dataset: DistributedDataset) -> DistributedDataset:
+        dataset.strategy = self._container
+        check, owner = context.require_cross_replica, self._container
+        dataset._check_context = functools.partial(check, owner, "next(iterator)")
+        return dataset
+
+    def _local_results(self, value: Any) -> tuple[Any, ...]:
+        """Return a tuple with this rank's component of `value`."""
+        return value.values if isinstance(value, Variable) else (localize(value),)
+
+    def _values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
+        """Return ``value_fn(context)`` with each leaf as a `PerReplica`."""
+        layout = self._collectives.layout
+        nest = value_fn(ValueContext(layout.replica_id, layout.num_replicas))
+        return nests.map_nest(_as_per_replica, nest)
+
+
+def _as_per_replica(leaf: Any) -> Any:
+    return leaf if isinstance(leaf, DistributedValues | Variable | None) else PerReplica(leaf)
