@@ -32,7 +32,7 @@ from mpistrat.trackable import Trackable
 from mpistrat.values import IndexedSlices
 from mpistrat.variables import Variable
 from mpistrat.variables.initial import InitialValue
-from mpistrat.variables.scatter import ADD_ROWS
+from mpistrat.variables.scatter import SCATTER_ADD
 
 
 @dataclass
@@ -252,7 +252,7 @@ class GradientAccumulator(Trackable):
         if isinstance(gradient, IndexedSlices):
             # Not by CuPy's add.at, which adds in no order and lacks some dtypes.
             rows = place(gradient.values, device)
-            ADD_ROWS.apply(storage, IndexedSlices(rows, host_view(gradient.indices)))
+            SCATTER_ADD.apply(storage, IndexedSlices(rows, host_view(gradient.indices)))
         else:
             storage += place(gradient, device)
 

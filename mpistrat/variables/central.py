@@ -16,8 +16,8 @@ from mpistrat.values import IndexedSlices
 from mpistrat.variables.divided import DividedElements
 from mpistrat.variables.initial import InitialValue
 from mpistrat.variables.kinds import MirroredVariable
-from mpistrat.variables.lookup import read_only
 from mpistrat.variables.routing import Partition, scatter_rows
+from mpistrat.variables.variable import read_only
 from mpistrat.variables.writes import Write
 
 

@@ -12,7 +12,7 @@ from mpistrat.arrays import Array, host_view, place
 from mpistrat.sharding import replicas_of_ranks
 from mpistrat.values import register_storage
 from mpistrat.variables.kinds import MirroredVariable, SyncOnReadVariable
-from mpistrat.variables.lookup import read_only
+from mpistrat.variables.variable import read_only
 from mpistrat.variables.writes import Write
 
 

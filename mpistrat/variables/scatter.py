@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import operator
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -192,118 +191,17 @@ def _replace(old: Array, new: Array) -> Array:
     return new
 
 
-ADD_ROWS: Write = SliceWrite("scatter_add", operator.add, is_arithmetic=True)
-_SCATTER_SUB: Write = SliceWrite("scatter_sub", operator.sub, is_arithmetic=True)
-_SCATTER_MUL: Write = SliceWrite("scatter_mul", operator.mul, is_arithmetic=True)
-_SCATTER_DIV: Write = SliceWrite("scatter_div", _divide, is_arithmetic=True)
-_SCATTER_MIN: Write = SliceWrite("scatter_min", _minimum, is_ordering=True)
-_SCATTER_MAX: Write = SliceWrite("scatter_max", _maximum, is_ordering=True)
-_SCATTER_UPDATE: Write = SliceWrite("scatter_update", _replace)
-_BATCH_SCATTER_UPDATE: Write = SliceWrite("batch_scatter_update", _replace, is_batched=True)
+SCATTER_ADD: Write = SliceWrite("scatter_add", operator.add, is_arithmetic=True)
+SCATTER_SUB: Write = SliceWrite("scatter_sub", operator.sub, is_arithmetic=True)
+SCATTER_MUL: Write = SliceWrite("scatter_mul", operator.mul, is_arithmetic=True)
+SCATTER_DIV: Write = SliceWrite("scatter_div", _divide, is_arithmetic=True)
+SCATTER_MIN: Write = SliceWrite("scatter_min", _minimum, is_ordering=True)
+SCATTER_MAX: Write = SliceWrite("scatter_max", _maximum, is_ordering=True)
+SCATTER_UPDATE: Write = SliceWrite("scatter_update", _replace)
+BATCH_SCATTER_UPDATE: Write = SliceWrite("batch_scatter_update", _replace, is_batched=True)
 
 SLICE_WRITES = (
-    *(ADD_ROWS, _SCATTER_SUB, _SCATTER_MUL, _SCATTER_DIV),
-    *(_SCATTER_MIN, _SCATTER_MAX, _SCATTER_UPDATE, _BATCH_SCATTER_UPDATE),
+    *(SCATTER_ADD, SCATTER_SUB, SCATTER_MUL, SCATTER_DIV),
+    *(SCATTER_MIN, SCATTER_MAX, SCATTER_UPDATE, BATCH_SCATTER_UPDATE),
 )
 """All of them, in an order that does not change while a job runs."""
-
-
-class RowWrites(ABC):
-    """`IndexedSlices` written in place, by what `Variable` does with any write."""
-
-    @abstractmethod
-    def _write(self, write: Write, value: Any, read_value: bool) -> Array | None:
-        """Do the write that the current context calls for."""
-
-    def scatter_add(self, sparse_delta: IndexedSlices, read_value: bool = True) -> Array | None:
-        """Add rows in place: ``self[indices[i]] += values[i]`` for each i in order.
-
-        In replica context the slices of all replicas are joined in rank order first, of which
-        each may bring another number, also none; ONLY_FIRST_REPLICA takes those of rank 0, and
-        under MEAN the values are divided by the number of replicas. In cross-replica context
-        all ranks give the same slices. **Collective** or local as `assign`.
-
-        Parameters
-        ----------
-        sparse_delta : IndexedSlices
-            With ``values`` of shape ``(n, *shape[1:])`` and ``indices`` of shape ``(n,)``.
-        read_value : bool
-            Whether to return the new value.
-
-        Returns
-        -------
-        array or None
-            As by `assign`.
-
-        Raises
-        ------
-        TypeError
-            If `sparse_delta` is no `IndexedSlices`, or its values do not fit the dtype.
-        ValueError
-            For rows of another shape, or in replica context under NONE.
-        IndexError
-            For an index below 0 or past the end; nothing has changed then.
-        NotImplementedError
-            On a SyncOnRead variable.
-        """
-        return self._write(ADD_ROWS, sparse_delta, read_value)
-
-    def scatter_sub(self, sparse_delta: IndexedSlices, read_value: bool = True) -> Array | None:
-        """Subtract rows in place. **Collective** or local as `scatter_add`, and like it."""
-        return self._write(_SCATTER_SUB, sparse_delta, read_value)
-
-    def scatter_mul(self, sparse_delta: IndexedSlices, read_value: bool = True) -> Array | None:
-        """Multiply rows in place. **Collective** or local as `scatter_add`, and like it."""
-        return self._write(_SCATTER_MUL, sparse_delta, read_value)
-
-    def scatter_div(self, sparse_delta: IndexedSlices, read_value: bool = True) -> Array | None:
-        """Divide rows in place, integers towards zero.
-
-        **Collective** or local as `scatter_add`, and otherwise like it.
-        """
-        return self._write(_SCATTER_DIV, sparse_delta, read_value)
-
-    def scatter_min(self, sparse_delta: IndexedSlices, read_value: bool = True) -> Array | None:
-        """Replace rows by the smaller of old and given elements.
-
-        **Collective** or local as `scatter_add`, and otherwise like it.
-
-        Raises
-        ------
-        NotImplementedError
-            On a mirrored variable under SUM or MEAN, and on a SyncOnRead variable.
-        """
-        return self._write(_SCATTER_MIN, sparse_delta, read_value)
-
-    def scatter_max(self, sparse_delta: IndexedSlices, read_value: bool = True) -> Array | None:
-        """Replace rows by the larger of old and given elements.
-
-        **Collective** or local as `scatter_add`; raises as `scatter_min`.
-        """
-        return self._write(_SCATTER_MAX, sparse_delta, read_value)
-
-    def scatter_update(self, sparse_delta: IndexedSlices, read_value: bool = True) -> Array | None:
-        """Replace rows by those given; of duplicates the last one stays.
-
-        **Collective** or local as `scatter_add`; raises as `scatter_min`.
-        """
-        return self._write(_SCATTER_UPDATE, sparse_delta, read_value)
-
-    def batch_scatter_update(
-        self, sparse_delta: IndexedSlices, read_value: bool = True
-    ) -> Array | None:
-        """Replace rows within batches: ``self[i, ..., indices[i, ..., j]] = values[i, ..., j]``.
-
-        All axes of ``indices`` but the last run over batches, and have the lengths of the
-        variable's leading axes. With 1-d ``indices`` this is `scatter_update`. **Collective**
-        or local as `scatter_add`; raises as `scatter_min`.
-
-        Parameters
-        ----------
-        sparse_delta : IndexedSlices
-            With ``indices`` of shape ``(*batch, n)`` and ``values`` of shape
-            ``(*batch, n, *shape[len(batch) + 1:])``, where ``batch`` begins the variable's shape.
-        read_value : bool
-            Whether to return the new value.
-        """
-        return self._write(_BATCH_SCATTER_UPDATE, sparse_delta, read_value)

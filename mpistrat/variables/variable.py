@@ -3,22 +3,46 @@
 from __future__ import annotations
 
 import functools
+import math
+import operator
 from abc import ABCMeta
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, SupportsIndex, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from mpistrat import context
-from mpistrat.arrays import Array, Device, host_copy, place
+from mpistrat.arguments import span_outside
+from mpistrat.arrays import (
+    Array,
+    Device,
+    host_copy,
+    host_result,
+    host_view,
+    namespace_of,
+    on_device,
+    place,
+    taken,
+)
 from mpistrat.collectives.collectives import CollectiveCall, Collectives
+from mpistrat.cuda_api import ForNumPy
 from mpistrat.options import VariableAggregation, VariableSynchronization
-from mpistrat.values import DistributedValues, register_storage
+from mpistrat.system.text import html_table, readable_size, small_values
+from mpistrat.values import DistributedValues, IndexedSlices, register_storage
 from mpistrat.variables.initial import InitialValue
-from mpistrat.variables.lookup import RowReads, read_only
 from mpistrat.variables.names import default_name, note_given_name
-from mpistrat.variables.scatter import RowWrites
+from mpistrat.variables.scatter import (
+    BATCH_SCATTER_UPDATE,
+    SCATTER_ADD,
+    SCATTER_DIV,
+    SCATTER_MAX,
+    SCATTER_MIN,
+    SCATTER_MUL,
+    SCATTER_SUB,
+    SCATTER_UPDATE,
+)
 from mpistrat.variables.writes import (
     ASSIGN,
     ASSIGN_ADD,
@@ -51,7 +75,7 @@ class _MadeTogether(ABCMeta):
             return frame.strategy.extended._make_together(make, kwargs.get("name"), modes)
 
 
-class Variable(RowWrites, RowReads, metaclass=_MadeTogether):
+class Variable(NDArrayOperatorsMixin, metaclass=_MadeTogether):
     """A named array that a program writes in place, distributed by the strategy in scope.
 
     In a strategy's scope this makes a *mirrored* variable, or a *SyncOnRead* variable where
@@ -398,3 +422,266 @@ class Variable(RowWrites, RowReads, metaclass=_MadeTogether):
         register_storage(twin._storage, twin)
         memo[id(self)] = twin
         return twin
+
+    def scatter_add(self, sparse_delta: IndexedSlices, read_value: bool = True) -> Array | None:
+        """Add rows in place: ``self[indices[i]] += values[i]`` for each i in order.
+
+        In replica context the slices of all replicas are joined in rank order first, of which
+        each may bring another number, also none; ONLY_FIRST_REPLICA takes those of rank 0, and
+        under MEAN the values are divided by the number of replicas. In cross-replica context
+        all ranks give the same slices. **Collective** or local as `assign`.
+
+        Parameters
+        ----------
+        sparse_delta : IndexedSlices
+            With ``values`` of shape ``(n, *shape[1:])`` and ``indices`` of shape ``(n,)``.
+        read_value : bool
+            Whether to return the new value.
+
+        Returns
+        -------
+        array or None
+            As by `assign`.
+
+        Raises
+        ------
+        TypeError
+            If `sparse_delta` is no `IndexedSlices`, or its values do not fit the dtype.
+        ValueError
+            For rows of another shape, or in replica context under NONE.
+        IndexError
+            For an index below 0 or past the end; nothing has changed then.
+        NotImplementedError
+            On a SyncOnRead variable.
+        """
+        return self._write(SCATTER_ADD, sparse_delta, read_value)
+
+    def scatter_sub(self, sparse_delta: IndexedSlices, read_value: bool = True) -> Array | None:
+        """Subtract rows in place. **Collective** or local as `scatter_add`, and like it."""
+        return self._write(SCATTER_SUB, sparse_delta, read_value)
+
+    def scatter_mul(self, sparse_delta: IndexedSlices, read_value: bool = True) -> Array | None:
+        """Multiply rows in place. **Collective** or local as `scatter_add`, and like it."""
+        return self._write(SCATTER_MUL, sparse_delta, read_value)
+
+    def scatter_div(self, sparse_delta: IndexedSlices, read_value: bool = True) -> Array | None:
+        """Divide rows in place, integers towards zero.
+
+        **Collective** or local as `scatter_add`, and otherwise like it.
+        """
+        return self._write(SCATTER_DIV, sparse_delta, read_value)
+
+    def scatter_min(self, sparse_delta: IndexedSlices, read_value: bool = True) -> Array | None:
+        """Replace rows by the smaller of old and given elements.
+
+        **Collective** or local as `scatter_add`, and otherwise like it.
+
+        Raises
+        ------
+        NotImplementedError
+            On a mirrored variable under SUM or MEAN, and on a SyncOnRead variable.
+        """
+        return self._write(SCATTER_MIN, sparse_delta, read_value)
+
+    def scatter_max(self, sparse_delta: IndexedSlices, read_value: bool = True) -> Array | None:
+        """Replace rows by the larger of old and given elements.
+
+        **Collective** or local as `scatter_add`; raises as `scatter_min`.
+        """
+        return self._write(SCATTER_MAX, sparse_delta, read_value)
+
+    def scatter_update(self, sparse_delta: IndexedSlices, read_value: bool = True) -> Array | None:
+        """Replace rows by those given; of duplicates the last one stays.
+
+        **Collective** or local as `scatter_add`; raises as `scatter_min`.
+        """
+        return self._write(SCATTER_UPDATE, sparse_delta, read_value)
+
+    def batch_scatter_update(
+        self, sparse_delta: IndexedSlices, read_value: bool = True
+    ) -> Array | None:
+        """Replace rows within batches: ``self[i, ..., indices[i, ..., j]] = values[i, ..., j]``.
+
+        All axes of ``indices`` but the last run over batches, and have the lengths of the
+        variable's leading axes. With 1-d ``indices`` this is `scatter_update`. **Collective**
+        or local as `scatter_add`; raises as `scatter_min`.
+
+        Parameters
+        ----------
+        sparse_delta : IndexedSlices
+            With ``indices`` of shape ``(*batch, n)`` and ``values`` of shape
+            ``(*batch, n, *shape[len(batch) + 1:])``, where ``batch`` begins the variable's shape.
+        read_value : bool
+            Whether to return the new value.
+        """
+        return self._write(BATCH_SCATTER_UPDATE, sparse_delta, read_value)
+
+    @property
+    def row_range(self) -> range:
+        """The rows that this rank holds: all, but of an `ms.ShardedVariable`. Local.
+
+        Raises `TypeError` where the variable is 0-d.
+        """
+        return range(len(self))
+
+    @property
+    def part(self) -> Array:
+        """The rows of `row_range` as a read-only view, of the local component. Local."""
+        return read_only(self._component)
+
+    def lookup(self, ids: npt.ArrayLike) -> Array:
+        """Return rows by their numbers, in new memory on the device.
+
+        **Local**, as all ranks hold all rows; **Collective** for an `ms.ShardedVariable`. Of a
+        SyncOnRead variable they are those of the local component.
+
+        Parameters
+        ----------
+        ids : array of integers
+            Of any shape, also empty. Order and duplicates are kept.
+
+        Returns
+        -------
+        array
+            Of the shape ``(*ids.shape, *shape[1:])``.
+
+        Raises
+        ------
+        TypeError
+            If `ids` are no integers, or the variable is 0-d.
+        IndexError
+            For a number below 0 or past the end.
+        """
+        rows = self._checked_rows(ids)
+        component = self._component
+        found: Array = component[namespace_of(component).asarray(rows)]
+        return found
+
+    def _checked_rows(self, ids: npt.ArrayLike) -> np.ndarray:
+        """Return the numbers that `lookup` takes as an array of int64."""
+        rows = host_view(ids) if hasattr(ids, "dtype") else np.asarray(ids)
+        what = f"lookup of variable {self.name!r}"
+        if rows.dtype.kind not in "iu" and (rows.size or hasattr(ids, "dtype")):
+            raise TypeError(f"{what} takes integers, not an array of dtype {rows.dtype}.")
+        span = span_outside(rows, len(self))
+        if span is not None:
+            raise IndexError(
+                f"{what}: the ids go from {span[0]} to {span[1]}, but the variable of shape "
+                f"{self.shape} has {len(self)} rows, numbered from 0."
+            )
+        return rows.astype(np.int64)
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions. Local."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements. Local."""
+        return math.prod(self.shape)
+
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
+        value = host_result(self.value())
+        if copy:
+            return np.array(value, dtype=dtype)
+        if copy is False and dtype is not None and np.dtype(dtype) != value.dtype:
+            raise ValueError(
+                f"The variable {self.name!r} of dtype {value.dtype} cannot become {dtype} "
+                "without a copy."
+            )
+        return value if dtype is None else value.astype(dtype, copy=False)
+
+    def __cupy_get_ndarray__(self) -> Any:
+        return on_device(self.value())
+
+    __array_priority__ = 101  # above that of CuPy's arrays
+
+    def __rmatmul__(self, other: Any) -> Any:
+        return other @ self.value()
+
+    @ForNumPy
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        outputs = inputs[:1] if method == "at" else kwargs.get("out", ())
+        if any(isinstance(out, Variable) for out in outputs):
+            raise TypeError(
+                "A variable cannot be the output of a NumPy function or an operator such as +=. "
+                "Write to it with assign, assign_add or assign_sub."
+            )
+        read = [each.value() if isinstance(each, Variable) else each for each in inputs]
+        return getattr(ufunc, method)(*read, **kwargs)
+
+    def __getitem__(self, index: Any) -> Any:
+        part = taken(self.value(), index)
+        # A view would let a later write show through, and on a device be written to.
+        return part.copy() if getattr(part, "base", None) is not None else part
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError(f"The variable {self.name!r} is 0-d and has no len().")
+        return self.shape[0]
+
+    def __iter__(self) -> NoReturn:
+        raise TypeError(f"The variable {self.name!r} is not iterable. Iterate over its value().")
+
+    def __float__(self) -> float:
+        return float(self.value())
+
+    def __int__(self) -> int:
+        return int(self.value())
+
+    def __complex__(self) -> complex:
+        return complex(self.value())
+
+    def __index__(self) -> int:
+        return operator.index(self.value())
+
+    def __bool__(self) -> bool:
+        return bool(self.value())
+
+    def __copy__(self) -> NoReturn:
+        raise TypeError(
+            f"The variable {self.name!r} cannot be copied shallowly: two variables would share "
+            "their storage. Use copy.deepcopy, or the variable itself."
+        )
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError(
+            f"The variable {self.name!r} cannot be pickled: it belongs to its strategy and its "
+            "ranks. Save it with mpistrat.Checkpoint, or pickle its numpy()."
+        )
+
+    def _shown_values(self) -> str | None:
+        """Return the local component as text, if it is short. Local."""
+        return small_values(self._storage)
+
+    def __repr__(self) -> str:
+        values = self._shown_values()
+        return (
+            f"<{type(self).__name__} {self.name!r} shape={self.shape} dtype={self.dtype} "
+            f"aggregation={self.aggregation.name} on {self._target.device}"
+            + ("" if values is None else f", local component {values}")
+            + ">"
+        )
+
+    def _repr_html_(self) -> str:
+        values = self._shown_values()
+        rows = [
+            ("shape", self.shape),
+            ("dtype", self.dtype),
+            ("size", readable_size(math.prod(self.shape) * self.dtype.itemsize)),
+            ("device", self._target.device),
+            ("synchronization", self.synchronization.name),
+            ("aggregation", self.aggregation.name),
+            ("trainable", self.trainable),
+        ]
+        rows += [] if values is None else [("local component", values)]
+        return html_table(f"{type(self).__name__} {self.name!r}", rows)
+
+
+def read_only(storage: Array) -> Array:
+    """Return a view of `storage`, which cannot be written to on the host."""
+    view: Array = storage.view()
+    if type(view) is np.ndarray:
+        view.setflags(write=False)
+    return view
