@@ -533,6 +533,8 @@ class Strategy(Hinted):
         group = _Replicas(self._extended)
         return self._extended._with_components(kind, value, lambda own: collective(group, own))
 
+    # Names that steer graphs and sessions.
+
     def group(self, value: object, name: str | None = None) -> None:
         """Do nothing: `value` is already computed. A no-op by nature. Local."""
         return
