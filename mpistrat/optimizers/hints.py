@@ -1,4 +1,4 @@
-"""Hints for arguments and attributes of optimizers that have other names in PyTorch."""
+"""Hints for arguments of optimizers that have other names in PyTorch."""
 
 from __future__ import annotations
 
@@ -14,33 +14,6 @@ _ARGUMENTS = {
     "clipnorm": "global_clipnorm=",
     "max_norm": "global_clipnorm=",
 }
-
-
-_ATTRIBUTES = {
-    "lr": "learning_rate",
-    "eps": "epsilon",
-    "betas": "beta_1 and beta_2",
-    "clipnorm": "global_clipnorm",
-    "param_groups": "learning_rate, which all variables share",
-}
-
-
-class RefusesOtherNames:
-    """Base of optimizers, which refuses to set attributes that have a different name here.
-
-    Python would create the attribute, and the optimizer would keep its old value. Classes of
-    programs may have attributes of these names.
-    """
-
-    if not TYPE_CHECKING:  # type checkers report what is not declared
-
-        def __setattr__(self, name: str, value: Any) -> None:
-            if name in _ATTRIBUTES and type(self).__module__.startswith("mpistrat."):
-                raise AttributeError(
-                    f"{type(self).__name__} has no attribute {name!r}, so setting it would change "
-                    f"nothing. Set {_ATTRIBUTES[name]}."
-                )
-            super().__setattr__(name, value)
 
 
 class HintedOptimizer(context.MadeInScope):

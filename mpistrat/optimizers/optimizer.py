@@ -7,7 +7,7 @@ import functools
 import operator
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -33,7 +33,7 @@ from mpistrat.optimizers.gradients import (
     variables_in,
     warn_of_nan,
 )
-from mpistrat.optimizers.hints import HintedOptimizer, RefusesOtherNames
+from mpistrat.optimizers.hints import HintedOptimizer
 from mpistrat.optimizers.loss_scale import LossScale
 from mpistrat.optimizers.remote_step import apply_remotely, find_slots, slot_makers, take_step
 from mpistrat.optimizers.slots import (
@@ -55,8 +55,17 @@ from mpistrat.variables import Variable
 from mpistrat.variables.initial import InitialValue
 from mpistrat.variables.parameter_store import ParameterStore, Request
 
+_OTHER_NAMES = {
+    "lr": "learning_rate",
+    "eps": "epsilon",
+    "betas": "beta_1 and beta_2",
+    "clipnorm": "global_clipnorm",
+    "param_groups": "learning_rate, which all variables share",
+}
+"""Attributes of PyTorch's optimizers: Python would create them, and nothing would change."""
 
-class Optimizer(RefusesOtherNames, Hinted, Trackable, abc.ABC, metaclass=HintedOptimizer):
+
+class Optimizer(Hinted, Trackable, abc.ABC, metaclass=HintedOptimizer):
     """Base of optimizers.
 
     **Collective** in a strategy's scope, because it makes the variable `iterations`.
@@ -396,3 +405,14 @@ class Optimizer(RefusesOtherNames, Hinted, Trackable, abc.ABC, metaclass=HintedO
                     self._attach_child(name, slot, of=variable)
             target = self._slots.target(variable, names)
         return target
+
+    if not TYPE_CHECKING:  # type checkers report what is not declared
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            # Classes of programs may have attributes of these names.
+            if name in _OTHER_NAMES and type(self).__module__.startswith("mpistrat."):
+                raise AttributeError(
+                    f"{type(self).__name__} has no attribute {name!r}, so setting it would change "
+                    f"nothing. Set {_OTHER_NAMES[name]}."
+                )
+            super().__setattr__(name, value)
