@@ -3,20 +3,48 @@
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 import numpy as np
 
-from mpistrat.arrays import Array
+from mpistrat import nests
+from mpistrat.arrays import Array, Device, is_on_host, place
 from mpistrat.collectives.all_reduce import all_reduce
-from mpistrat.collectives.nested import PendingReduction, start_all_reduce_nest
-from mpistrat.collectives.replica_moves import ReplicaMoves
+from mpistrat.collectives.autograd import (
+    MakeCall,
+    all_gather_tensors,
+    apply_to_tensors,
+    backward_calls,
+    has_tensors,
+)
+from mpistrat.collectives.collectives import CollectiveCall, Collectives
+from mpistrat.collectives.movement import (
+    AllToAll,
+    Broadcast,
+    Move,
+    Scatter,
+    Shift,
+)
+from mpistrat.collectives.nested import (
+    PendingReduction,
+    all_gather_nest,
+    leaf_arrays,
+    like_leaf,
+    start_all_reduce_nest,
+)
+from mpistrat.collectives.objects import as_text, from_text
+from mpistrat.collectives.partial_reductions import ReduceScatter, Scan
+from mpistrat.collectives.prepared import dtype_name
+from mpistrat.comm.wire import named_dtype
 from mpistrat.options import CommunicationOptions, ReduceOp, ReduceOpLike
+from mpistrat.pytorch import is_loaded, is_tensor, needs_graph, tensor_of_zeros
 from mpistrat.system.callsite import call_site
-from mpistrat.values import Number, T, localize
+from mpistrat.values import IndexedSlices, Number, T, localize
 
 
-class GroupCollectives(ReplicaMoves):
+class GroupCollectives(ABC):
     """The collectives of `ReplicaContext` and of `ReplicaContext.shards`.
 
     They speak of replicas: of the members of the group.
@@ -144,3 +172,342 @@ class GroupCollectives(ReplicaMoves):
         pending = PendingReduction(end, when_dropped)
         group.at_end(functools.partial(pending._check_ended, site))
         return pending
+
+    @abstractmethod
+    def _group(self) -> Collectives:
+        """Return the collectives of the group, if it may be used here."""
+
+    @overload
+    def all_gather(
+        self, value: Array, axis: int, options: CommunicationOptions | None = None
+    ) -> Array: ...
+
+    @overload
+    def all_gather(self, value: T, axis: int, options: CommunicationOptions | None = None) -> T: ...
+
+    def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
+        """Concatenate `value` over replicas along `axis`, in rank order.
+
+        **Collective**: every replica makes the call, with the same structure, dtypes and axis.
+
+        Parameters
+        ----------
+        value : nest of arrays and PyTorch tensors
+            Shapes may differ along `axis` only; its length may be 0. Tensors come back attached
+            to the graph.
+        axis : int
+            May be negative.
+        options : CommunicationOptions, optional
+
+        Returns
+        -------
+        nest
+            As `value`, the same on every replica.
+
+        Raises
+        ------
+        ContextError
+            If this replica context is not the current one.
+        ValueError
+            On every replica, if a value is 0-d, the axis is out of range, or shapes differ
+            elsewhere.
+        NotImplementedError
+            For `IndexedSlices`.
+        """
+        collectives = self._group()
+        with collectives.call("all_gather", options=options) as call:
+            nest = localize(value)
+            if has_tensors(nest):
+                backwards = backward_calls(call, collectives, options)
+                return all_gather_tensors(call, backwards, nest, axis)
+            return all_gather_nest(call, nest, axis)
+
+    def reduce_scatter(
+        self,
+        reduce_op: ReduceOpLike,
+        value: T,
+        axis: int = 0,
+        options: CommunicationOptions | None = None,
+    ) -> T:
+        """Reduce `value` over replicas, and return this replica's part of the result.
+
+        **Collective**, with the same reduction, structure, shapes, dtypes and axis everywhere.
+
+        Parameters
+        ----------
+        reduce_op : ReduceOp or str
+            As for `all_reduce`. Tensors that require a gradient take SUM and MEAN.
+        value : nest of arrays and tensors
+        axis : int
+            Along it the first ``length % N`` replicas get one element more. Parts may be empty.
+        options : CommunicationOptions, optional
+            With `deterministic`, the bits are those of `all_reduce`.
+
+        Raises
+        ------
+        ValueError, TypeError
+            On every replica, for a value that is 0-d or an axis out of range.
+        CollectiveError
+            If the replicas disagree.
+        """
+        return self._move(
+            "reduce_scatter", value, options, lambda _: ReduceScatter.parse(reduce_op, axis)
+        )
+
+    def all_to_all(
+        self,
+        value: T,
+        split_axis: int = 0,
+        concat_axis: int = 0,
+        options: CommunicationOptions | None = None,
+    ) -> T:
+        """Send part k of `value` to replica k, and join the parts that come in replica order.
+
+        **Collective**, with the same structure, dtypes and axes everywhere.
+
+        Parameters
+        ----------
+        value : nest of arrays and tensors
+            Shapes may differ along `concat_axis` only.
+        split_axis : int
+            Cut so that the first ``length % N`` parts hold one element more.
+        concat_axis : int
+        options : CommunicationOptions, optional
+
+        Raises
+        ------
+        ValueError, TypeError
+            On every replica, for a value that is 0-d or an axis out of range.
+        CollectiveMismatchError
+            On every replica, if shapes differ along other axes than `concat_axis`: it names the
+            replicas and their shapes, and is a `ValueError` too.
+        CollectiveError
+            If the replicas disagree.
+        """
+        return self._move(
+            "all_to_all", value, options, lambda _: AllToAll.parse(split_axis, concat_axis)
+        )
+
+    def broadcast(
+        self, value: Any, root: int = 0, options: CommunicationOptions | None = None
+    ) -> Any:
+        """Return the `value` of replica `root` on every replica.
+
+        **Collective**, with the same root everywhere.
+
+        Parameters
+        ----------
+        value : nest of arrays, numbers and tensors
+            Replicas other than `root` may give ``None``, or a value of the same structure, shapes
+            and dtypes.
+        root : int
+        options : CommunicationOptions, optional
+
+        Raises
+        ------
+        TypeError, ValueError
+            If `root` is no integer or out of range, or its value is ``None``.
+        CollectiveError
+            If the replicas disagree.
+        """
+        return self._move("broadcast", value, options, lambda size: Broadcast.parse(root, size))
+
+    def scatter(
+        self, value: Any, root: int = 0, options: CommunicationOptions | None = None
+    ) -> Any:
+        """Return this replica's part along axis 0 of the `value` of replica `root`.
+
+        **Collective**, with the same root everywhere.
+
+        Parameters
+        ----------
+        value : nest of arrays and tensors
+            As for `broadcast`. The first ``length % N`` replicas get one row more.
+        root : int
+        options : CommunicationOptions, optional
+
+        Raises
+        ------
+        TypeError, ValueError, CollectiveError
+            As `broadcast`; and if a value is 0-d.
+        """
+        return self._move("scatter", value, options, lambda size: Scatter.parse(root, size))
+
+    def shift(
+        self,
+        value: T,
+        offset: int = 1,
+        periodic: bool = False,
+        fill: complex = 0,
+        options: CommunicationOptions | None = None,
+    ) -> T:
+        """Return the `value` of the replica `offset` before this one, as NumPy's roll moves.
+
+        **Collective**, with the same structure, shapes, dtypes, offset, `periodic` and `fill`.
+
+        Parameters
+        ----------
+        value : nest of arrays, numbers and tensors
+        offset : int
+            Any: negative ones bring values of replicas behind.
+        periodic : bool
+            Whether the first replica follows the last.
+        fill : number
+            What stands where there is no such replica, in the shape of the own value.
+        options : CommunicationOptions, optional
+
+        Raises
+        ------
+        TypeError
+            On every replica, if an argument is of another kind.
+        CollectiveError
+            If the replicas disagree.
+        """
+        return self._move("shift", value, options, lambda _: Shift.parse(offset, periodic, fill))
+
+    def scan(
+        self,
+        reduce_op: ReduceOpLike,
+        value: T,
+        exclusive: bool = False,
+        options: CommunicationOptions | None = None,
+    ) -> T:
+        """Reduce `value` over the replicas up to this one, in their order.
+
+        **Collective**, with the same reduction, structure, shapes, dtypes and `exclusive`.
+
+        Parameters
+        ----------
+        reduce_op : ReduceOp or str
+            Not MEAN. Tensors that require a gradient take SUM.
+        value : nest of arrays, numbers and tensors
+        exclusive : bool
+            Whether this replica is left out. The first one then gets what changes nothing: 0 for
+            SUM, 1 for PROD, the largest or least number of the dtype for MIN and MAX.
+        options : CommunicationOptions, optional
+
+        Raises
+        ------
+        ValueError, TypeError
+            On every replica, for MEAN, or a dtype that the reduction does not know.
+        CollectiveError
+            If the replicas disagree.
+        """
+        return self._move("scan", value, options, lambda _: Scan.parse(reduce_op, exclusive))
+
+    def _move(
+        self,
+        kind: str,
+        value: T,
+        options: CommunicationOptions | None,
+        make: Callable[[int], Move],
+    ) -> T:
+        """Do what `make` returns for the number of replicas."""
+        collectives = self._group()
+        with collectives.call(kind, options=options) as call:
+            move, nest = make(collectives.size), localize(value)
+            if isinstance(move, Broadcast | Scatter):
+                nest = _as_root(call, nest, move, collectives.device)
+            moved: T
+            if has_tensors(nest):
+                backwards = backward_calls(call, collectives, options)
+                moved = _move_tensors(call, move, nest, backwards)
+            else:
+                moved = _move_nest(call, move, nest)
+            return moved
+
+
+def _move_tensors(call: CollectiveCall, move: Move, nest: Any, make_call: MakeCall) -> Any:
+    """Apply `move` to a nest with tensors. **Collective**, and so is the backward pass."""
+    leaves, _ = nests.flatten(nest)
+    tensors = {i: leaf for i, leaf in enumerate(leaves) if is_tensor(leaf)}
+    if not move.has_gradient and any(map(needs_graph, tensors.values())):
+        raise NotImplementedError(
+            f"{call.kind} has gradients for reductions that add up only. Give tensor.detach(), or "
+            "reduce by SUM."
+        )
+    floating = [i for i, leaf in tensors.items() if leaf.is_floating_point() or leaf.is_complex()]
+    return apply_to_tensors(
+        call,
+        make_call,
+        nest,
+        lambda arrays: _move_nest(call, move, arrays),
+        lambda again, values, results, gradients: move.backward(again, floating, gradients),
+    )
+
+
+def _move_nest(call: CollectiveCall, move: Move, nest: Any) -> Any:
+    """Apply `move` to a nest without tensors. **Collective**."""
+    leaves, structure = nests.flatten(nest)
+    arrays = _dense_arrays(call, leaves, structure)
+    results = move.forward(call, arrays, nests.signature(structure))
+    return nests.unflatten(
+        structure, [like_leaf(*pair) for pair in zip(leaves, results, strict=True)]
+    )
+
+
+def _dense_arrays(
+    call: CollectiveCall, leaves: Sequence[Any], structure: nests.Structure
+) -> list[Array]:
+    """Return the leaves of a nest as arrays."""
+    if any(isinstance(leaf, IndexedSlices) for leaf in leaves):
+        raise NotImplementedError(
+            f"{call.kind} moves dense arrays, but the value is IndexedSlices. Move its values and "
+            "its indices, or add it into a dense array first."
+        )
+    return leaf_arrays(call, leaves, structure)
+
+
+def _as_root(call: CollectiveCall, nest: Any, move: Broadcast | Scatter, device: Device) -> Any:
+    """Return `nest`, or zeros like that of the root where it is ``None``. **Collective**."""
+    is_root = call.channel.rank == move.root
+    if nest is None and is_root:
+        raise TypeError(
+            f"{call.kind}: the value is None on the root, {call.channel.place()}. Give what "
+            "the others shall get."
+        )
+    own = None if nest is None else _describe(call, nest, move)
+    skeleton = _skeleton(call.kind, nest) if is_root else None
+    call.agree(f"from rank {move.root}")
+    with call.moving():
+        (given, text) = call.channel.exchange((own, skeleton))[move.root]
+    # Tuples, which can be hashed, in place of JSON's lists.
+    compared = own if own is not None else given
+    call.agree(compared["structure"], tuple((d, tuple(s)) for _, d, s, _ in compared["leaves"]))
+    if nest is not None:
+        return nest
+    stand_ins = [_stand_in(device, *leaf) for leaf in given["leaves"]]
+    return nests.map_nest(lambda number: stand_ins[number], from_text(text))
+
+
+def _describe(call: CollectiveCall, nest: Any, move: Broadcast | Scatter) -> dict[str, Any]:
+    """Return the structure of a nest, and of each leaf its form, dtype and shape, as JSON."""
+    leaves, structure = nests.flatten(nest)
+    arrays = _dense_arrays(call, leaves, structure)
+    move.check(call, arrays)
+    described = []
+    for leaf, array in zip(leaves, arrays, strict=True):
+        form, is_in_graph = "host" if is_on_host(array) else "device", False
+        if is_loaded() and is_tensor(leaf):
+            form, is_in_graph = f"{leaf.dtype} on {leaf.device.type}", needs_graph(leaf)
+        elif not hasattr(leaf, "shape"):
+            form = "number"
+        described.append((form, dtype_name(array.dtype), list(array.shape), is_in_graph))
+    return {"structure": nests.signature(structure), "leaves": described}
+
+
+def _skeleton(kind: str, nest: Any) -> str:
+    """Return a nest with numbers in place of its leaves, as text."""
+    leaves, structure = nests.flatten(nest)
+    return as_text(kind, nests.unflatten(structure, range(len(leaves))))
+
+
+def _stand_in(own: Device, form: str, dtype: str, shape: list[int], is_in_graph: bool) -> Any:
+    """Return zeros of the form of a leaf on the root."""
+    if form.startswith("torch."):
+        name, _, device = form.partition(" on ")
+        return tensor_of_zeros(shape, name, device, is_in_graph)
+    zeros = np.zeros(shape, named_dtype(dtype))
+    if form == "number":
+        return zeros[()]
+    return place(zeros, own) if form == "device" else zeros
