@@ -85,8 +85,8 @@ lint: $(VENV)/.test  ## check the style of the code
 types: $(VENV)/.test  ## check the types of the package
 	$(PY) -m mypy
 
-bench: $(VENV)/.test  ## measure the collectives on RANKS ranks; ARGS go to `mpistrat bench`
-	$(LAUNCH) -n $(RANKS) --limit 900 -- -m mpistrat bench $(ARGS)
+bench: $(VENV)/.test  ## measure the package beside its peers on RANKS ranks; ARGS go to the benchmarks
+	$(LAUNCH) -n $(RANKS) --limit 900 -- -m benchmarks $(ARGS)
 
 scaling: $(VENV)/.test  ## count the messages of reductions on RANKS ranks; ARGS go to tools/scaling
 	$(LAUNCH) -n $(RANKS) --limit 900 -- -m tools.scaling $(ARGS)

@@ -1,20 +1,8 @@
-"""Benchmarks: this package and its peers, side by side in one run."""
+"""Benchmarks: this package beside plain mpi4py and h5py, side by side in one run."""
 
-from mpistrat.bench import (
-    best_of_mpi,
-    checkpoint,
-    coordinator,
-    data,
-    optimizers,
-    overlap,
-    process_groups,
-    reductions,
-    replicas,
-    step,
-    storage,
-)
+from mpistrat.bench import checkpoint, data, reductions
 
-__all__ = ["BENCHMARKS", "BEST"]
+__all__ = ["BENCHMARKS"]
 
 BENCHMARKS = {
     benchmark.name: benchmark
@@ -22,17 +10,7 @@ BENCHMARKS = {
         reductions.AGREEMENT,
         reductions.ALLREDUCE,
         checkpoint.BENCHMARK,
-        coordinator.BENCHMARK,
         data.BENCHMARK,
         reductions.GRADIENTS,
-        optimizers.BENCHMARK,
-        overlap.BENCHMARK,
-        replicas.BENCHMARK,
-        step.BENCHMARK,
-        storage.BENCHMARK,
-        process_groups.BENCHMARK,
     )
 }
-
-BEST = {"allreduce": best_of_mpi.BENCHMARK}
-"""Benchmarks that compare with the best settings of the peer, by name."""

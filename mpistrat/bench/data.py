@@ -1,10 +1,11 @@
-"""Benchmark of reading HDF5 files: shuffled batches, compared with a plain scan and other ways."""
+"""Benchmark of reading HDF5 files: shuffled batches, beside plain h5py."""
 
 from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,30 +22,19 @@ from mpistrat.bench.benchmark import (
     Row,
     Table,
 )
-from mpistrat.bench.data_layouts import LAYOUTS, measure_layouts, write_layouts
-from mpistrat.bench.data_maps import MAPS, measure_maps, write_packed
-from mpistrat.bench.data_peers import (
-    BATCH_SIZE,
-    NUM_FANCY,
-    NUM_LOADED,
-    loader_reads,
-    read_by_index,
-    read_in_order,
-    read_mapped,
-    record_reads,
-)
-from mpistrat.bench.data_windows import WINDOWS, WINDOWS_TABLE, measure_windows
 from mpistrat.bench.measure import Timings, take_turns
 from mpistrat.data import Dataset
 from mpistrat.hdf5 import h5py, plugin_libraries
 from mpistrat.strategies import MPIStrategy, Strategy
 
-_RELATIVE = "rate, relative to a scan of the same file"
 COMPRESSED: Mapping[str, Mapping[str, Any]] = {
     "gzip": {"compression": "gzip"},
     "lz4": {"compression": 32004},
 }
 FILES = (*COMPRESSED, "chunks", "contiguous")
+BATCH_SIZE = 256
+_NUM_BY_INDEX = 2 * BATCH_SIZE
+"""Examples that are read by index arrays: all of them would take 15 seconds."""
 _SIDE, _CHUNK = 32, 64
 _NUM_DISTINCT = 320 * _CHUNK
 """Further images repeat the first ones, because generating them takes longer than reading."""
@@ -56,7 +46,7 @@ def known_files() -> tuple[str, ...]:
 
 
 def write_files(folder: Path, num_examples: int) -> None:
-    """Write the same images in compressed chunks, in other chunks, in one piece, and as .npy."""
+    """Write the same images in compressed chunks, in other chunks and in one piece."""
     rng = np.random.default_rng(0)
     images = _waves(rng, min(num_examples, _NUM_DISTINCT))
     label = rng.integers(0, 10, num_examples)
@@ -77,11 +67,6 @@ def write_files(folder: Path, num_examples: int) -> None:
                 else:
                     dataset[first : first + count] = images[first % _NUM_DISTINCT :][:count]
             file.create_dataset("label", data=label)
-    mapped = np.lib.format.open_memmap(folder / "image.npy", "w+", np.uint8, shape)
-    with h5py().File(folder / "contiguous.h5") as file:
-        for first in range(0, num_examples, _NUM_DISTINCT):
-            mapped[first : first + _NUM_DISTINCT] = file["image"][first : first + _NUM_DISTINCT]
-    np.save(folder / "label.npy", label)
 
 
 def _waves(rng: np.random.Generator, count: int) -> np.ndarray:
@@ -99,83 +84,93 @@ def _waves(rng: np.random.Generator, count: int) -> np.ndarray:
 
 
 _SCANS = {name: f"h5py, scan, {name}" for name in FILES}
-_MAPPED = "NumPy, mapped .npy, sorted indices, contiguous"
-_LOADER = "torch DataLoader, shuffled, 2 workers, gzip"
 _STEPS, _STARTS = "steps", "first batches"
 _NUM_STEPS, _WIDTH = 100, 512
 
 
+@dataclass(frozen=True)
+class Peer:
+    """Another way to read the images, which knows nothing of ranks, so that rank 0 runs it."""
+
+    read: Callable[[], object]
+    num_examples: int
+    """How many of them it reads."""
+
+
+Peers = Callable[[Path, int], Mapping[str, Peer]]
+"""Prepares further peers in the folder of the files, which have so many examples."""
+
+More = Callable[[Strategy, Path, Choices], Mapping[str, Sequence[Row]]]
+"""Measures further tables. **Collective**."""
+
+
 def measure(choices: Choices) -> Findings:
     """Time passes of all ranks together over images. **Collective** over COMM_WORLD."""
+    return measure_beside(choices, lambda *_: {}, lambda *_: {})
+
+
+def measure_beside(choices: Choices, peers: Peers, more: More) -> Findings:
+    """Do `measure`, with the further `peers` and the tables of `more`. **Collective**."""
     strategy = MPIStrategy(device=choices.device)
     collectives = strategy.extended._collectives
     with tempfile.TemporaryDirectory() as own:
         # Rank 0's folder; on several nodes TMPDIR must name a shared one.
         folder = Path(collectives.broadcast_json(own))
+        found: dict[str, Peer] = {}
         with collectives.all_or_none("bench data"):
             if collectives.rank == 0:
                 write_files(folder, choices.num_examples)
-                write_layouts(folder, choices.num_examples)
-                write_packed(folder, choices.num_examples)
-        paths = {name: folder / f"{name}.h5" for name in known_files()}
-        records: dict[str, Callable[[], object]] = {}
-        with collectives.all_or_none("bench data"):
-            if collectives.rank == 0:
-                records.update(record_reads(folder))
-        for name in collectives.broadcast_json(list(records)):
-            records.setdefault(name, bool)
-        calls, lengths = _candidates(strategy, paths, collectives.rank, choices.num_examples)
-        calls |= records
-        lengths |= dict.fromkeys(records, choices.num_examples)
+                found.update(_h5py_reads(folder, choices.num_examples))
+                found.update(peers(folder, choices.num_examples))
+        lengths = collectives.broadcast_json({name: p.num_examples for name, p in found.items()})
+        calls = {name: found[name].read if name in found else bool for name in lengths}
+        for name in known_files():
+            path = folder / f"{name}.h5"
+            for order, is_shuffled in (("shuffled", True), ("in order", False)):
+                calls[f"mpistrat, {order}, {name}"] = _pass(strategy, path, is_shuffled=is_shuffled)
         timings = take_turns(calls, collectives, choices.num_samples)
-        waiting = _share_of_waiting(strategy, paths["gzip"])
-        shares = collectives.gather_json(waiting)
-        firsts: dict[str, Callable[[], object]] = {
-            name: _first(strategy, path) for name, path in paths.items()
-        }
+        shares = collectives.gather_json(_share_of_waiting(strategy, folder / "gzip.h5"))
+        firsts = {name: _first(strategy, folder / f"{name}.h5") for name in known_files()}
         first = take_turns(firsts, collectives, choices.num_samples)
-        num_samples = choices.num_samples
-        windows = measure_windows(strategy, folder, choices.num_examples, num_samples)
-        layouts = measure_layouts(strategy, folder, choices.num_examples, num_samples)
-        maps = measure_maps(strategy, folder, choices.num_examples, num_samples)
-    rows = [_row(name, lengths[name], choices.num_examples, timings) for name in calls]
-    notes = [f"{each} is not installed, so it is left out." for each in _missing(calls)]
+        tables = more(strategy, folder, choices)
+    # Rows of the same file stand together.
+    names = sorted(calls, key=lambda name: FILES.index(name.rsplit(", ", 1)[-1]))
+    length = choices.num_examples
+    rows = [_row(name, lengths.get(name, length), length, timings) for name in names]
     starts: list[Row] = [{"what": name, **first.time("first_s", name)} for name in firsts]
     steps: list[Row] = [{"num_steps": _NUM_STEPS, "waiting": max(shares)}]
-    results = {RESULTS: rows, LAYOUTS.key: layouts, _STARTS: starts, _STEPS: steps}
-    return Findings(results | {WINDOWS: windows, MAPS.key: maps}, tuple(notes))
+    notes = () if "lz4" in known_files() else ("hdf5plugin is not installed: lz4 is left out.",)
+    return Findings({RESULTS: rows, _STARTS: starts, _STEPS: steps, **tables}, notes)
 
 
-def _candidates(
-    strategy: Strategy, paths: Mapping[str, Path], rank: int, num_examples: int
-) -> tuple[dict[str, Callable[[], object]], dict[str, int]]:
-    """Return the candidates, and how many examples each reads over all ranks."""
-    calls: dict[str, Callable[[], object]] = {}
-    lengths: dict[str, int] = {}
-
-    def add(name: str, call: Callable[[], object], length: int = num_examples) -> None:
-        calls[name], lengths[name] = call, length
-
-    # The peers know nothing of ranks, so they run on rank 0 alone.
-    def alone(call: Callable[[], object]) -> Callable[[], object]:
-        return call if rank == 0 else bool
-
-    for name, path in paths.items():
-        add(_SCANS[name], alone(partial(read_in_order, path)))
-        add(f"mpistrat, shuffled, {name}", _pass(strategy, path, is_shuffled=True))
-        add(f"mpistrat, in order, {name}", _pass(strategy, path, is_shuffled=False))
-    add(_MAPPED, alone(partial(read_mapped, paths["gzip"].parent)))
-    add("h5py, sorted index arrays, gzip", alone(partial(read_by_index, paths["gzip"])), NUM_FANCY)
-    loader = loader_reads(paths["gzip"])
-    if loader is not None:
-        add(_LOADER, alone(loader), NUM_LOADED)
-    return calls, lengths
+def _h5py_reads(folder: Path, num_examples: int) -> dict[str, Peer]:
+    peers = {
+        _SCANS[name]: Peer(partial(_read_in_order, folder / f"{name}.h5"), num_examples)
+        for name in known_files()
+    }
+    by_index = partial(_read_by_index, folder / "gzip.h5")
+    num_read = min(_NUM_BY_INDEX, num_examples)
+    return peers | {"h5py, sorted index arrays, gzip": Peer(by_index, num_read)}
 
 
-def _missing(calls: Mapping[str, object]) -> list[str]:
-    """Return the packages whose candidates are not among `calls`."""
-    packages = {"PyTorch": "torch", "hdf5plugin": "lz4", "lmdb": "LMDB", "array_record": "Array"}
-    return [package for package, part in packages.items() if not any(part in c for c in calls)]
+def _read_in_order(path: Path) -> None:
+    """Read all batches in the order of the file, by plain slices of h5py."""
+    with h5py().File(path, "r") as file:
+        image, label = file["image"], file["label"]
+        for first in range(0, len(image), BATCH_SIZE):
+            # Kept until the next batch is read, as in any program that uses it.
+            _batch = image[first : first + BATCH_SIZE], label[first : first + BATCH_SIZE]
+
+
+def _read_by_index(path: Path) -> None:
+    """Read random batches by index arrays, sorted as h5py requires."""
+    with h5py().File(path, "r") as file:
+        image, label = file["image"], file["label"]
+        order = np.random.default_rng(0).permutation(len(image))[:_NUM_BY_INDEX]
+        for first in range(0, _NUM_BY_INDEX, BATCH_SIZE):
+            rows = np.sort(order[first : first + BATCH_SIZE])
+            image[rows]
+            label[rows]
 
 
 def _pass(strategy: Strategy, path: Path, *, is_shuffled: bool) -> Callable[[], object]:
@@ -241,7 +236,7 @@ def _row(name: str, num_read: int, num_examples: int, timings: Timings) -> Row:
 
 BENCHMARK = Benchmark(
     "data",
-    "passes over HDF5 files of images, beside h5py and PyTorch",
+    "passes over HDF5 files of images, beside h5py",
     measure,
     (
         Table(
@@ -252,7 +247,6 @@ BENCHMARK = Benchmark(
                 Column.ratio("rate / scan of the same file", "rate_over_scan"),
             )
         ),
-        LAYOUTS,
         Table(
             (Column.text("file", "what"), Column.time("first batch after", "first_s")),
             _STARTS,
@@ -266,8 +260,6 @@ BENCHMARK = Benchmark(
             _STEPS,
             "Steps on the shuffled gzip file, prefetch(2), the rank that waits longest",
         ),
-        WINDOWS_TABLE,
-        MAPS,
     ),
     (
         Bars(

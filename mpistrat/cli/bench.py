@@ -1,4 +1,4 @@
-"""Command ``mpistrat bench``: time the package and its peers in one run."""
+"""Command ``mpistrat bench``: time the package, mpi4py and h5py in one run."""
 
 from __future__ import annotations
 
@@ -22,10 +22,7 @@ from mpistrat.errors import LaunchError
 if TYPE_CHECKING:
     from mpistrat.bench.benchmark import Benchmark, Choices
 
-_NAMES = (
-    *("agreement", "allreduce", "checkpoint", "coordinator", "data", "gradients"),
-    *("optimizers", "overlap", "replicas", "step", "storage", "torch"),
-)
+_NAMES = ("agreement", "allreduce", "checkpoint", "data", "gradients")
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,13 +35,6 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"one of {', '.join(_NAMES)} (default: %(default)s)",
     )
     add_options(parser)
-
-    parser.add_argument(
-        "--best",
-        action="store_true",
-        help="compare all_reduce with the best settings of the MPI library; this starts its ranks "
-        "itself, so run it without mpiexec",
-    )
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -61,12 +51,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="number of examples in the files of the data benchmark",
-    )
-    parser.add_argument(
-        "--ranks",
-        type=int,
-        metavar="N",
-        help="number of ranks that --best starts (default: 2)",
     )
     parser.add_argument(
         "--samples",
@@ -88,12 +72,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     # Imported late, so that other commands do not start MPI.
-    from mpistrat.bench import BENCHMARKS, BEST
+    from mpistrat.bench import BENCHMARKS
 
-    benchmark = BENCHMARKS[arguments.what]
-    if arguments.best:
-        benchmark = BEST.get(arguments.what, benchmark)
-    return run_benchmark(benchmark, arguments)
+    return run_benchmark(BENCHMARKS[arguments.what], arguments)
 
 
 def run_benchmark(benchmark: Benchmark, arguments: argparse.Namespace) -> int:
@@ -160,7 +141,7 @@ def _choices(benchmark: Benchmark, arguments: argparse.Namespace) -> Choices:
     Device.parse(arguments.device)
     if arguments.device != "cpu" and not benchmark.runs_on_devices:
         raise ValueError(f"{benchmark.name} runs on the host: leave out --device.")
-    num_ranks = arguments.ranks
+    num_ranks = getattr(arguments, "ranks", None)  # an option of some programs alone
     if getattr(arguments, "best", False) and not benchmark.starts_ranks:
         raise ValueError(f"--best is for allreduce, not for {benchmark.name}.")
     if num_ranks is not None and not benchmark.starts_ranks:
@@ -218,13 +199,13 @@ def _write_files(
 
 COMMAND = Command(
     "bench",
-    "Time collectives, steps, reading and checkpoints beside their peers.",
+    "Time collectives, reading and checkpoints beside mpi4py and h5py.",
     _add_arguments,
     _run,
     "measure",
     """\
-Measure this package on your machine, each time beside what one would use without it (mpi4py,
-h5py, gloo). Start it under mpiexec or srun; the figures are medians.
+Measure this package on your machine, each time beside plain mpi4py or h5py. Start it under mpiexec
+or srun; the figures are medians.
 
   mpistrat run -n 2 -m mpistrat bench allreduce --sizes 8 1048576
   mpistrat run -n 2 -m mpistrat bench allreduce --device gpu

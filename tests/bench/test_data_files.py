@@ -1,10 +1,11 @@
-"""The files that `mpistrat bench data` writes and reads."""
+"""The files that the benchmarks of reading write and read."""
 
 import h5py
 import numpy as np
 import pytest
 
-from mpistrat.bench import data, data_peers
+from benchmarks import data_peers
+from mpistrat.bench import data
 from mpistrat.bench.data import FILES, write_files
 
 NUM_EXAMPLES = 1100
@@ -40,6 +41,7 @@ def test_the_loader_reads_from_all_of_the_file(tmp_path):
 def test_records_hold_the_images(tmp_path, monkeypatch):
     pytest.importorskip("lmdb")
     write_files(tmp_path, NUM_EXAMPLES)
+    data_peers.write_mapped(tmp_path)
     images = np.load(tmp_path / "image.npy").reshape(NUM_EXAMPLES, -1)
     kept = []
 

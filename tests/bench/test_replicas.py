@@ -1,4 +1,4 @@
-"""`mpistrat bench replicas`: its loops learn the same, and its figures have places in tables."""
+"""`benchmarks/replicas.py`: its loops learn the same, and its figures have places in tables."""
 
 import json
 
@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.bench import replicas
+from benchmarks import replicas
+from benchmarks.small_network import random_batch
 from mpistrat.bench.benchmark import Choices
-from mpistrat.bench.networks import random_batch
 
 
 def test_replicas_and_accumulation_by_hand_learn_the_same(strategy, rank, size):

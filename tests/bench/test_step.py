@@ -1,4 +1,4 @@
-"""The loops that `mpistrat bench step` compares learn the same, and what the job learns."""
+"""The loops that `benchmarks/step.py` compares learn the same, and what the job learns."""
 
 import importlib.util
 
@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.bench import networks
-from mpistrat.bench.networks import random_batch
-from mpistrat.bench.step import HandwrittenLoop, PackageLoop
+from benchmarks import small_network as networks
+from benchmarks.small_network import random_batch
+from benchmarks.step import HandwrittenLoop, PackageLoop
 from tests import ROOT
 
 NUM_STEPS = 4
@@ -54,7 +54,7 @@ def test_the_package_learns_the_same(strategy, by_hand, rank, size):
 @pytest.mark.thorough
 def test_ddp_learns_the_same(strategy, by_hand, rank, size):
     pytest.importorskip("torch")
-    from mpistrat.bench.step import DdpLoop, open_ddp_loop
+    from benchmarks.step import DdpLoop, open_ddp_loop
 
     collectives = strategy.extended._collectives
     loop = open_ddp_loop(collectives, "127.0.0.1", size, random_batch(rank, size))

@@ -7,7 +7,8 @@ from itertools import product
 
 import pytest
 
-from mpistrat.bench import BENCHMARKS
+from benchmarks import BENCHMARKS
+from mpistrat.bench import BENCHMARKS as OF_PACKAGE
 from mpistrat.testing import launch
 from tests import ROOT
 from tools.scaling.benchmark import BENCHMARK as SCALING
@@ -31,7 +32,9 @@ OPTIONS = {
 
 
 def bench(name, *options, ranks=2, env=None):
-    program = ["mpistrat", "bench", name] if name in BENCHMARKS else ["tools.scaling"]
+    program = ["mpistrat", "bench", name]
+    if name not in OF_PACKAGE or "--best" in options:
+        program = ["benchmarks", name] if name in BENCHMARKS else ["tools.scaling"]
     # Open MPI gives rank 0 a terminal, where tables are folded.
     variables = {"COLUMNS": "1000", **(env or {})}
     return launch.run(["-m", *program, *options], ranks, 120, cwd=ROOT, env=variables)
@@ -192,23 +195,26 @@ def test_one_rank_alone_counts_and_predicts_nothing():
 
 IN_SMALL = """
 import sys
-from mpistrat.bench import {module}
-from mpistrat.cli import main
+sys.path.insert(0, {root!r})
+from {package} import {module}
+from benchmarks.__main__ import main
 {module}.{constant} = {value}
-sys.exit(main(["bench", "{module}", "--samples", "1", "--json"]))
+sys.exit(main(["{module}", "--samples", "1", "--json"]))
 """
 
 
 def bench_in_small(folder, ranks, **names):
     """Return the rows of a benchmark that no option makes smaller."""
-    done = launch.run(["-c", IN_SMALL.format(**names)], ranks, 120, cwd=folder)
+    program = IN_SMALL.format(root=str(ROOT), **names)
+    done = launch.run(["-c", program], ranks, 120, cwd=folder)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)["results"]
 
 
 def test_optimizers_are_measured(tmp_path):
     layouts = {"one array": ((4096,),), "three": ((64, 32), (32,), ())}
-    rows = bench_in_small(tmp_path, 1, module="optimizers", constant="_LAYOUTS", value=layouts)
+    names = {"package": "benchmarks", "module": "optimizers", "constant": "_LAYOUTS"}
+    rows = bench_in_small(tmp_path, 1, **names, value=layouts)
     rules = {"SGD", "SGD, momentum", "Adam", "AdamW"}
     assert {(row["optimizer"], row["layout"]) for row in rows} == set(product(rules, layouts))
     assert all(row["ours_s"] > 0 for row in rows)
@@ -216,7 +222,8 @@ def test_optimizers_are_measured(tmp_path):
 
 def test_checkpoints_are_measured_and_leave_no_files(tmp_path):
     models = {"one": ((300, 300),), "three": ((64, 32), (32,), (1,))}
-    rows = bench_in_small(tmp_path, 2, module="checkpoint", constant="_MODELS", value=models)
+    names = {"package": "mpistrat.bench", "module": "checkpoint", "constant": "_MODELS"}
+    rows = bench_in_small(tmp_path, 2, **names, value=models)
     peers = ["h5py and fsync", "h5py and fsync", "copy", "h5py", "h5py", "read"]
     assert [(row["model"], row["peer"]) for row in rows] == list(product(models, peers))
     assert all(row["ours_s"] > 0 and row["ours_over_hand"] > 0 for row in rows)
@@ -240,24 +247,33 @@ BAD_ARGUMENTS = {
 }
 EACH_REFUSAL = """
 import json, sys
-from mpistrat.cli import main
+from benchmarks.__main__ import main
 for arguments in json.loads(sys.argv[1]):
-    code = main(["bench", *arguments])
+    code = main(arguments)
     assert code == 2, (arguments, code)
 """
 
 
 def test_bad_arguments_are_refused_by_all_ranks_and_reported_once():
     arguments = json.dumps(list(BAD_ARGUMENTS.values()))
-    done = launch.run(["-c", EACH_REFUSAL, arguments], 2)
+    done = launch.run(["-c", EACH_REFUSAL, arguments], 2, cwd=ROOT)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     assert [done.stderr.count(complaint) for complaint in BAD_ARGUMENTS] == [1] * len(BAD_ARGUMENTS)
 
 
-def test_every_benchmark_is_a_choice_of_the_command():
-    choices = ", ".join(sorted(BENCHMARKS))
-    text = launch.run(["-m", "mpistrat", "bench", "--help"]).stdout
+@pytest.mark.parametrize(
+    ("program", "known"), [(["mpistrat", "bench"], OF_PACKAGE), (["benchmarks"], BENCHMARKS)]
+)
+def test_every_benchmark_is_a_choice_of_its_command(program, known):
+    choices = ", ".join(sorted(known))
+    text = launch.run(["-m", *program, "--help"], cwd=ROOT).stdout
     assert f"one of {choices} (default: allreduce)" in " ".join(text.split())
+
+
+def test_the_installed_command_refuses_races():
+    done = launch.run(["-m", "mpistrat", "bench", "step"])
+    assert done.returncode == 2
+    assert "invalid choice: 'step'" in done.stderr
 
 
 def test_allreduce_is_compared_with_both_raw_calls(run_of):

@@ -76,6 +76,6 @@ def draw(palette: Palette, recorded: dict[str, Any]) -> str:
            "DataLoader in 2 workers. 20,000 images of 3 KiB, 64 to a chunk;", size=12.5,
            colour=p.muted)  # fmt: skip
     d.text(10, 296, f"medians of {recorded['samples']} rounds, thin lines are quartiles. "
-           "Logarithmic axis. Run it: mpiexec -n 2 mpistrat bench data", size=12.5,
+           "Logarithmic axis. Run it: mpiexec -n 2 python -m benchmarks data", size=12.5,
            colour=p.muted)  # fmt: skip
     return d.render()

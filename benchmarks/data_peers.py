@@ -1,4 +1,4 @@
-"""Ways of others to read the same images: h5py, NumPy, PyTorch, LMDB and ArrayRecord."""
+"""Ways of others to read the same images: NumPy, PyTorch, LMDB and ArrayRecord."""
 
 from __future__ import annotations
 
@@ -11,36 +11,23 @@ from typing import Any
 
 import numpy as np
 
+from mpistrat.bench.data import BATCH_SIZE
 from mpistrat.hdf5 import h5py
 from mpistrat.pytorch import import_torch
 
-BATCH_SIZE = 256
-
-NUM_FANCY = 2 * BATCH_SIZE
-"""Examples that `read_by_index` reads: all of them would take 15 seconds."""
-
 NUM_LOADED = 8 * BATCH_SIZE
 _NUM_WORKERS = 2
+_NUM_AT_ONCE = 20_000
 
 
-def read_in_order(path: Path) -> None:
-    """Read all batches in the order of the file, by plain slices of h5py."""
-    with h5py().File(path, "r") as file:
-        image, label = file["image"], file["label"]
-        for first in range(0, len(image), BATCH_SIZE):
-            # Kept until the next batch is read, as in any program that uses it.
-            _batch = image[first : first + BATCH_SIZE], label[first : first + BATCH_SIZE]
-
-
-def read_by_index(path: Path) -> None:
-    """Read random batches by index arrays, sorted as h5py requires."""
-    with h5py().File(path, "r") as file:
-        image, label = file["image"], file["label"]
-        order = np.random.default_rng(0).permutation(len(image))[:NUM_FANCY]
-        for first in range(0, NUM_FANCY, BATCH_SIZE):
-            rows = np.sort(order[first : first + BATCH_SIZE])
-            image[rows]
-            label[rows]
+def write_mapped(folder: Path) -> None:
+    """Write the images and labels of the folder as .npy files."""
+    with h5py().File(folder / "contiguous.h5") as file:
+        image = file["image"]
+        mapped = np.lib.format.open_memmap(folder / "image.npy", "w+", image.dtype, image.shape)
+        for first in range(0, len(image), _NUM_AT_ONCE):
+            mapped[first : first + _NUM_AT_ONCE] = image[first : first + _NUM_AT_ONCE]
+        np.save(folder / "label.npy", file["label"][()])
 
 
 def read_mapped(folder: Path) -> None:

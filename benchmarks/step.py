@@ -9,6 +9,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from benchmarks.small_network import (
+    LAYER_SIZES,
+    Batch,
+    backward,
+    cross_entropy,
+    first_weights,
+    forward,
+    random_batch,
+)
 from mpistrat.bench.benchmark import (
     RESULTS,
     Bars,
@@ -20,15 +29,6 @@ from mpistrat.bench.benchmark import (
     Table,
 )
 from mpistrat.bench.measure import Timings, take_turns
-from mpistrat.bench.networks import (
-    LAYER_SIZES,
-    Batch,
-    backward,
-    cross_entropy,
-    first_weights,
-    forward,
-    random_batch,
-)
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.errors import MpistratError
 from mpistrat.metrics import Accuracy, Mean

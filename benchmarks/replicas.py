@@ -7,6 +7,8 @@ from functools import partial
 
 import numpy as np
 
+from benchmarks.small_network import Batch, backward, cross_entropy, forward, random_batch
+from benchmarks.step import PackageLoop
 from mpistrat.bench.benchmark import (
     RESULTS,
     Bars,
@@ -18,8 +20,6 @@ from mpistrat.bench.benchmark import (
     Table,
 )
 from mpistrat.bench.measure import take_turns
-from mpistrat.bench.networks import Batch, backward, cross_entropy, forward, random_batch
-from mpistrat.bench.step import PackageLoop
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.comm.packing import Message
 from mpistrat.comm.row_order import RowOrder
