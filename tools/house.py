@@ -33,8 +33,8 @@ Graph = Mapping[str, set[str]]
 Limit = int | tuple[int, int]
 
 LIMITS: dict[str, Limit] = {
-    "files": 370,
-    "lines": 73_100,
+    "files": 346,
+    "lines": 70_300,
     "longest file, code": 400,
     "median file": (150, 220),
     "loose modules": 22,
