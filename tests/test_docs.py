@@ -224,3 +224,23 @@ def test_names_of_other_packages_in_docstrings_are_in_an_inventory():
     found = {name for text in sources.values() for name in named.findall(text)}
     assert "numpy.random.Generator" in found
     assert found - known == set()
+
+
+def where_to_change():
+    """Return (row, file, names) of each cell of the table in CONTRIBUTING.md."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    table = text.partition("## Where do I change X?")[2].partition("\n## ")[0]
+    for line in table.splitlines()[4:]:
+        where = line.strip("|").rpartition("|")[2]
+        for part in where.split(";"):
+            file, *names = re.findall(r"`([^`]+)`", part)
+            yield line, ROOT / file, names
+
+
+def test_what_to_change_where_names_files_and_names_that_exist():
+    rows = list(where_to_change())
+    assert len({line for line, _, _ in rows}) >= 20
+    for line, file, names in rows:
+        assert file.is_file(), line
+        for name in names:
+            assert re.search(rf"\b{re.escape(name)}\b", file.read_text()), (name, line)
