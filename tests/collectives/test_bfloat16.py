@@ -88,6 +88,7 @@ def test_sparse_sums(strategy, rank, size):
     assert total.values[:, 0].tolist() == expected
 
 
+@pytest.mark.host_memory
 def test_a_bfloat16_tensor_stays_bfloat16(strategy, rank, size):
     torch = pytest.importorskip("torch")
     tensor = torch.tensor([1.5, -3.0, 2.0**100], dtype=torch.bfloat16)
