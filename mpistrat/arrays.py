@@ -296,7 +296,8 @@ def place(array: Any, device: Device) -> Array:
     if device.kind != "gpu":
         return host_view(array)
     if is_on_host(array) or array.device.id != device.index:
-        array = device.namespace().asarray(array)
+        with device.current():  # the current one of the program stays
+            array = device.namespace().asarray(array)
     on_gpu: Array = array
     return on_gpu
 

@@ -1,4 +1,4 @@
-"""Functions of the program in threads of the package: its GPU is the current one there, too."""
+"""The GPU of the rank is the current one wherever functions of the program run."""
 
 import numpy as np
 import pytest
@@ -77,3 +77,27 @@ def test_what_is_done_for_each_replica_computes_there(strategy, mpi_tmp_path):
     )
     own = strategy.extended.device.index
     assert {int(part[0]) for batch in found for part in batch.values} == {own}
+
+
+def test_an_array_of_another_gpu_leaves_the_current_one(strategy):
+    import cupy
+
+    own, xp = strategy.extended.device.index, strategy.xp
+    with cupy.cuda.Device(cupy.cuda.runtime.getDeviceCount() - 1 - own):
+        elsewhere = cupy.ones(3)
+    with strategy.scope():
+        weight = ms.Variable(np.zeros(3), name="w")
+        optimizer = ms.optimizers.SGD(1.0)
+
+    def step():
+        replica = ms.get_replica_context()
+        total = replica.all_reduce("sum", elsewhere)
+        assert total.device.id == elsewhere.device.id
+        assert (total.get() == strategy.num_replicas_in_sync).all()
+        assert current() == own
+        optimizer.apply_gradients([(elsewhere, weight)])
+        return xp.ones(3) + weight
+
+    strategy.run(step)
+    assert weight.numpy().tolist() == [-strategy.num_replicas_in_sync] * 3
+    assert current() == own
