@@ -12,6 +12,7 @@ import importlib
 import math
 import numbers
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -88,6 +89,16 @@ class Device:
             return contextlib.nullcontext()
         context: contextlib.AbstractContextManager[Any] = cuda_api.cupy().cuda.Device(self.index)
         return context
+
+    @staticmethod
+    def for_threads() -> Callable[[], object]:
+        """Return what a new thread calls to have the current device of this one."""
+        # CUDA gives a thread device 0 at first, which may be the GPU of another rank.
+        if "cupy" not in sys.modules or not cuda_api.count_gpus():
+            return bool
+        device = cuda_api.cupy().cuda.Device()
+        use: Callable[[], object] = device.use if device.id else bool
+        return use
 
     def synchronize(self) -> None:
         """Wait until it has done all that this process has queued."""
@@ -258,7 +269,8 @@ def place(array: Any, device: Device) -> Array:
     if device.kind != "gpu":
         return host_view(array)
     if is_on_host(array) or array.device.id != device.index:
-        array = device.namespace().asarray(array)
+        with device.current():  # the current one of the program stays
+            array = device.namespace().asarray(array)
     on_gpu: Array = array
     return on_gpu
 

@@ -9,7 +9,14 @@ import numpy as np
 
 from mpistrat import nests
 from mpistrat.agreement.replica_channel import ReplicaChannel
-from mpistrat.arrays import Array, address_of, is_array, namespace_of
+from mpistrat.arrays import (
+    Array,
+    address_of,
+    host_view,
+    is_array,
+    is_on_host,
+    namespace_of,
+)
 from mpistrat.collectives.aliasing import are_apart, in_memory_of, is_plain
 from mpistrat.collectives.autograd import all_reduce_tensors, backward_calls, has_tensors
 from mpistrat.collectives.collectives import CollectiveCall, Collectives
@@ -86,7 +93,8 @@ def _all_reduce_into(call: CollectiveCall, op: ReduceOp, nest: Any, out: Any) ->
     results = call.all_reduce(op, arrays, nests.signature(structure), out=direct)
     for result, target in zip(results, targets, strict=True):
         if result is not target:
-            target[...] = namespace_of(target).asarray(result)
+            is_host = is_on_host(target)
+            target[...] = host_view(result) if is_host else namespace_of(target).asarray(result)
     return out
 
 
@@ -109,7 +117,8 @@ def _check(kind: str, what: str, rank: str, op: ReduceOp, array: Array, target: 
 
 def _can_reduce_into(arrays: Sequence[Array], targets: Sequence[Any]) -> bool:
     """Return whether `arrays` may be reduced to `targets` of fitting shapes and dtypes."""
-    return all(map(is_plain, targets)) and are_apart(arrays, targets)
+    are_on_host = all(map(is_on_host, arrays)) and all(map(is_plain, targets))
+    return are_on_host and are_apart(arrays, targets)
 
 
 def _source_for(array: np.ndarray, target: object) -> np.ndarray | None:

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
+from mpistrat.arrays import Device
 from mpistrat.settings import environment
 from mpistrat.system.cpu import num_cores
 from mpistrat.system.threads import clean_up
@@ -96,7 +97,9 @@ class ParallelMap:
             task.finish(element)
             return task
         if len(self._threads) < self._count:
-            thread = threading.Thread(target=_work, args=(self._tasks,), name="mpistrat-map")
+            thread = threading.Thread(
+                target=_work, args=(self._tasks, Device.for_threads()), name="mpistrat-map"
+            )
             thread.daemon = True
             thread.start()
             self._threads.append(thread)
@@ -157,7 +160,8 @@ class _Task:
         return self._result
 
 
-def _work(tasks: queue.SimpleQueue[_Task | None]) -> None:
+def _work(tasks: queue.SimpleQueue[_Task | None], begin: Callable[[], object]) -> None:
+    begin()
     while (task := tasks.get()) is not None:
         task.run()
         del task  # or its element and its result would stay in memory

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat import sharding
+from mpistrat.arrays import Device
 from mpistrat.data.batching import Batch, Enumerate, Unbatch, wrapped
 from mpistrat.data.elements import ElementMaker, examples_to_read, look_ahead
 from mpistrat.data.numbering import Numbering
@@ -275,7 +276,9 @@ class Pipeline:
         elements = self._elements(stream, start, size, rank, prepare)
         prefetches = [each for each in self.transformations if isinstance(each, Prefetch)]
         num_ahead = max((each.num_elements for each in prefetches), default=0)
-        return in_background(elements, num_ahead) if num_ahead else elements
+        if not num_ahead:
+            return elements
+        return in_background(elements, num_ahead, Device.for_threads())
 
     def fixed_elements(self, start: int) -> Generator[Any, None, None]:
         """Return the elements of every pass from `start` on, in which nothing may be random."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from mpistrat.arrays import host_view
 from mpistrat.data.chunks import ChunkLayout
 from mpistrat.data.combining import common_spec
 from mpistrat.data.order import ENDLESS, Block, Order
@@ -38,7 +39,7 @@ _MAX_KNOWN = 3
 
 def checked_weights(what: str, weights: Any) -> np.ndarray:
     """Return `weights` as a new array of float64, none negative and their sum positive."""
-    array = np.array(weights, np.float64)
+    array = np.array(host_view(weights), np.float64)
     if array.ndim != 1 or not np.isfinite(array).all() or (array < 0).any() or not array.sum() > 0:
         raise ValueError(
             f"{what} needs weights in one dimension that are finite and not negative, with a "

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from mpistrat.arrays import host_view
 from mpistrat.data.chunks import ChunkLayout
 from mpistrat.data.order import Block, Order
 from mpistrat.data.pipeline import Pipeline
@@ -30,7 +31,7 @@ class Indices:
     """Numbers of elements, or a mask, which are checked once the number of elements is known."""
 
     def __init__(self, indices: Any) -> None:
-        array = np.asarray(indices)
+        array = host_view(indices)
         if (array.dtype.kind not in "iub" and array.size) or array.ndim != 1:
             raise TypeError(
                 "select needs a sequence of integers, or a mask of bools, with one dimension, not "

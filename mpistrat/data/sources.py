@@ -268,7 +268,7 @@ class GeneratorSource(PlainSource):
 
     def _checked_leaf(self, leaf: Any, spec: ArraySpec, path: str, number: int) -> np.ndarray:
         # The generator may fill the same array again, so the example keeps a copy.
-        array = np.array(leaf)
+        array = np.array(arrays.host_view(leaf))
         cast = None if isinstance(leaf, np.ma.MaskedArray) else fitted(array, spec.dtype)
         if cast is None or not spec._fits(cast):
             raise DataError(

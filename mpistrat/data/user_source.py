@@ -311,7 +311,9 @@ class UserReader:
                 "threads do not outlive a fork. Begin a new one there with iter(...)."
             )
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(self._num_threads, "mpistrat-source")
+            self._pool = ThreadPoolExecutor(
+                self._num_threads, "mpistrat-source", arrays.Device.for_threads()
+            )
         return self._pool.submit(function, *args)
 
     def close(self) -> None:

@@ -33,6 +33,8 @@ class CentralExtended(StrategyExtended):
 
     def __init__(self, collectives: Collectives, groups: RankGroups | None = None) -> None:
         super().__init__(collectives, groups)
+        # The ranks wait for each other by their agreement, whatever MPISTRAT_CHECKS says.
+        collectives.channel.checks = True
         self._central: weakref.WeakValueDictionary[int, CentralVariable] = (
             weakref.WeakValueDictionary()
         )

@@ -102,15 +102,16 @@ class ReplicaGroup:
 
     def each(self, function: Callable[[], Any]) -> list[Any]:
         """Return what `function` returns as each replica of this rank, in the current context."""
-        frame = context.current()
+        frame, device = context.current(), self.ranks.capabilities.device
         if self.turn is not None:
             return [function()]  # that of the replica that runs
 
         def as_replica() -> Any:
-            if frame is None:
-                return function()
-            with context.entered(frame):
-                return function()
+            with device.current():
+                if frame is None:
+                    return function()
+                with context.entered(frame):
+                    return function()
 
         return self.run([as_replica] * len(self.ids))
 

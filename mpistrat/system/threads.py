@@ -114,16 +114,20 @@ class _End:
 
 
 def in_background(
-    elements: Generator[Any, None, None], num_ahead: int
+    elements: Generator[Any, None, None], num_ahead: int, begin: Callable[[], object] = bool
 ) -> Generator[Any, None, None]:
-    """Yield from `elements`, which a thread prefetches, up to `num_ahead` elements ahead."""
+    """Yield from `elements`, which a thread prefetches, up to `num_ahead` elements ahead.
+
+    The thread calls `begin` first.
+    """
     # The thread starts with the first element and ends when the iterator is exhausted, closed or
     # garbage collected. An exception of `elements` is raised in its place.
     ready: queue.Queue[Any] = queue.Queue(num_ahead)
     abandoned = threading.Event()
     thread = threading.Thread(
-        target=_produce, args=(elements, ready, abandoned), name="mpistrat-prefetch", daemon=True
+        target=_produce, args=(elements, ready, abandoned, begin), name="mpistrat-prefetch"
     )
+    thread.daemon = True
     thread.start()
     try:
         while not isinstance(element := ready.get(), _End):
@@ -136,10 +140,14 @@ def in_background(
 
 
 def _produce(
-    elements: Generator[Any, None, None], ready: queue.Queue[Any], abandoned: threading.Event
+    elements: Generator[Any, None, None],
+    ready: queue.Queue[Any],
+    abandoned: threading.Event,
+    begin: Callable[[], object],
 ) -> None:
     error: BaseException | None = None
     try:
+        begin()
         for element in elements:
             if not _put(element, ready, abandoned):
                 break

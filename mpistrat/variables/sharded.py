@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpistrat.arrays import Array, place, taken
+from mpistrat.arrays import Array, host_view, place, taken
 from mpistrat.collectives.collectives import CollectiveCall
 from mpistrat.collectives.prepared import dtype_name
 from mpistrat.settings import settings
@@ -319,7 +319,7 @@ def rows_named_by(index: Any, num_rows: int) -> tuple[Any, Any] | None:
         return np.arange(numbers.start, numbers.stop, numbers.step), slice(None)
     if index is None or index is Ellipsis or isinstance(index, bool | np.bool_ | tuple):
         return None
-    array = np.asarray(index)
+    array = host_view(index)
     if array.dtype.kind == "b" and array.shape == (num_rows,):
         array = np.flatnonzero(array)
     if array.dtype.kind not in "iu":

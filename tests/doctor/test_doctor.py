@@ -28,6 +28,7 @@ from mpistrat.doctor.hardware import (
 from mpistrat.doctor.report import Report, _check_software
 from mpistrat.doctor.start import look_at_shared_memory
 from mpistrat.doctor.storage import HDF5Facts, check_folder, check_hdf5, probe_folder
+from mpistrat.settings import settings
 from mpistrat.strategies.devices import Offer
 from mpistrat.testing import launch
 
@@ -276,6 +277,15 @@ def test_gpus_that_are_seen():
     assert "rank 1 see no GPU" in found.seen
     assert check_nccl([replace(each, nccl="") for each in own]).level is Level.WARNING
     assert check_nccl([own[0], replace(own[1], nccl="2.18.1")]).level is Level.PROBLEM
+
+
+def test_gpus_that_may_be_shared(monkeypatch):
+    chosen = replace(settings(), share_gpus=True)
+    monkeypatch.setattr("mpistrat.doctor.hardware.settings_at_the_end", lambda: chosen)
+    found = check_gpus([with_gpus("a", 0), with_gpus("a", 1)])
+    assert found.level is Level.WARNING
+    assert found.seen.startswith("ranks 0-1 share one GPU, as MPISTRAT_SHARE_GPUS=on allows")
+    assert check_gpus([with_gpus("a", 0), with_gpus("b", 1)]).level is Level.OK
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,26 @@ def test_dtypes_that_devices_lack_stay_in_host_memory(gpus, size, dtype, moves):
             assert own.dtype == np.dtype(dtype).newbyteorder("=")
 
 
+def test_data_sets_take_what_lies_on_a_device(gpus, size):
+    xp, dataset = gpus.extended.xp, ms.data.Dataset
+    numbers = dataset.from_arrays(xp.arange(20))
+
+    def elements(data):
+        return [int(each) for each in data]
+
+    assert elements(numbers.select(xp.asarray([1, 3, 2]))) == [1, 3, 2]
+    assert elements(numbers.select(xp.arange(20) > 17)) == [18, 19]
+    weights = np.arange(20.0)
+    drawn = numbers.sample(xp.asarray(weights), num_examples=9)
+    assert elements(drawn) == elements(numbers.sample(weights, num_examples=9))
+    spec = ms.data.ArraySpec((2,), np.int64)
+    generated = dataset.from_generator(lambda: (xp.full(2, i) for i in range(4 * size)), spec)
+    batches = [*gpus.distribute_dataset(generated.batch(2 * size))]
+    rows = [batch.values[0].get() for batch in batches]
+    first = [2 * gpus.rank, 2 * (size + gpus.rank)]
+    assert [row[:, 0].tolist() for row in rows] == [[each, each + 1] for each in first]
+
+
 def test_state_of_devices_is_saved_and_restored_anywhere(gpus, hosts, rank, mpi_tmp_path):
     def model(strategy):
         with strategy.scope():

@@ -202,3 +202,16 @@ def test_results_are_written_to_out(gpus, xp, size):
     out = xp.empty(4, dtype=np.float32)
     gpus.run(lambda: ms.get_replica_context().all_reduce("sum", xp.ones(4, dtype="f4"), out=out))
     assert out.get().tolist() == [size] * 4
+
+
+@pytest.mark.parametrize("size_of_array", [4, 70_000])
+def test_results_are_written_to_out_in_the_other_memory(gpus, xp, size, size_of_array):
+    for _ in range(3):  # of which the later ones are repeated reductions
+        for here, there in ((xp, np), (np, xp)):
+            value, out = (
+                here.ones(size_of_array, dtype="f4"),
+                there.zeros(size_of_array, dtype="f4"),
+            )
+            gpus.run(lambda: ms.get_replica_context().all_reduce("sum", value, out=out))  # noqa: B023
+            assert (host_view(out) == size).all()
+            assert (host_view(value) == 1).all()

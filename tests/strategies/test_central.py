@@ -583,3 +583,26 @@ def test_a_communicator_of_some_ranks(rank, size):
     assert weight.numpy() == part_lengths(size, 2)[rank % 2]
     strategy.close()
     comm.Free()
+
+
+WITHOUT_CHECKS = """
+import numpy as np, mpistrat as ms
+strategy = ms.CentralStorageStrategy(device="cpu")
+size, ones = strategy.size, np.ones((8, 3))
+with strategy.scope():
+    weight = ms.Variable(np.zeros((8, 3)), name="w", aggregation=ms.VariableAggregation.SUM)
+    optimizer = ms.optimizers.SGD(1.0)
+for number in range(200):
+    strategy.run(lambda: weight.assign_add(ones))
+    assert (weight.value() == number + size).all()
+    strategy.run(lambda: optimizer.apply_gradients([(ones, weight)]))
+    assert (weight.value() == number).all()
+    weight.assign_add(ones)
+    assert (weight.value() == number + 1).all()
+"""
+
+
+@pytest.mark.launches
+def test_no_rank_reads_half_of_a_write_without_checks():
+    done = launch.run(["-c", WITHOUT_CHECKS], 2, 60, env={"MPISTRAT_CHECKS": "off"})
+    assert done.returncode == 0, done.stderr

@@ -1,6 +1,7 @@
 """The smoke test tries what it says, and names what fails."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -25,6 +26,16 @@ def test_a_good_installation(ranks, tmp_path):
     assert f"all is well on {count} rank" in done.stdout
     assert ("not tried on one rank" in done.stdout) == (count == 1)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("gpus", "text"), [(1, "and share 1 GPU"), (2, "with a GPU each")])
+def test_it_says_which_ranks_share_a_gpu(tmp_path, gpus, text):
+    standin = str(Path(__file__).parents[1] / "standin")
+    env = {"PYTHONPATH": standin, "FAKE_CUPY_GPUS": str(gpus), "MPISTRAT_SHARE_GPUS": "on"}
+    done = launch.run(SMOKE, 2, 60, cwd=tmp_path, env=env)
+    assert done.returncode == 0, done.stderr
+    assert f"2 ranks found each other, {text} (" in done.stdout
+    assert "all is well on 2 ranks" in done.stdout
 
 
 @pytest.mark.parametrize(("collective", "check"), [(20, "collectives"), (33, "training")])

@@ -146,6 +146,8 @@ def test_indices_are_those_of_numpy(cutting, index):
     found = table[given]
     assert array_equal(found, expected)
     assert np.shape(found) == expected.shape
+    there = tuple(map(placed, index))
+    assert array_equal(table[there[0] if len(there) == 1 else there], expected)
     assert array_equal(table[whole > 20], whole[whole > 20])
 
 

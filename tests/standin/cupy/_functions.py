@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from . import cuda
 from ._array import check_dtype, ndarray, operand, supports, wrap
 
 NAMES = json.loads((Path(__file__).parent / "names.json").read_text())
@@ -167,7 +168,9 @@ def _array(obj, dtype=None, copy=True, order="K", subok=False, ndmin=0, *, block
         obj = obj.__cupy_get_ndarray__()
     if isinstance(obj, ndarray):
         wanted = obj.dtype if dtype is None else check_dtype(dtype)
-        if not copy and wanted == obj.dtype and (order in "KA" or obj.flags.c_contiguous):
+        is_here = obj._device_id == cuda.current_device_id()
+        is_alike = wanted == obj.dtype and (order in "KA" or obj.flags.c_contiguous)
+        if not copy and is_here and is_alike:
             return obj
         return wrap(np.array(obj._host, dtype=wanted, order=order, ndmin=ndmin))  # across devices
     if isinstance(obj, (list, tuple)):
