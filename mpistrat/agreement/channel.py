@@ -30,7 +30,8 @@ from mpistrat.agreement.departures import (
     repeated_error,
     timeout_error,
 )
-from mpistrat.agreement.ledger import Ledger, Outcome, Status, call_name, disagreement_error
+from mpistrat.agreement.disagreement import disagreement_error
+from mpistrat.agreement.ledger import Ledger, Outcome, Status, call_name
 from mpistrat.comm.pool import Pool
 from mpistrat.comm.transport import Transport
 from mpistrat.errors import CollectiveError, ContextError

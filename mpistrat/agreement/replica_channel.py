@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from mpistrat.agreement.channel import Channel
-from mpistrat.agreement.ledger import Outcome, Signature, Status, digest_of, disagreement_error
+from mpistrat.agreement.disagreement import disagreement_error
+from mpistrat.agreement.ledger import Outcome, Signature, Status, digest_of
 from mpistrat.comm.replica_reducer import Meetings
 from mpistrat.comm.replica_transport import ReplicaTransport
 from mpistrat.errors import CollectiveError
