@@ -3,11 +3,136 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mpistrat import nests
+from mpistrat import hdf5, nests
 from mpistrat.arguments import as_integer
+
+_DIGITS = re.compile(r"[0-9]+")
+_MAX_SHOWN = 8
+_LAST = 0x10FFFF
+
+
+def natural_key(name: str) -> str:
+    """Return what sorts names with digits as numbers, equal numbers and all else by code point."""
+    return _DIGITS.sub(_number_key, name)
+
+
+def _number_key(match: re.Match[str]) -> str:
+    # A number begins with "0", so that it compares with other characters as its digits do. Then
+    # its length, the number itself and, for numbers that are equal, how many zeros are in front.
+    digits = match[0]
+    number = digits.lstrip("0")
+    zeros = len(digits) - len(number)
+    return f"0{chr(len(number))}{number}{chr(_LAST - zeros if number else zeros)}"
+
+
+def _regex(part: str) -> re.Pattern[str]:
+    pieces = map(re.escape, re.split(r"\*+", part))
+    return re.compile(".*".join(pieces), re.DOTALL)
+
+
+def names_in(group: Any) -> list[str]:
+    """Return the names of the links of a low-level group."""
+    names: list[bytes] = []
+    group.links.iterate(names.append)  # which returns None, so it goes on
+    return [name.decode("utf-8", "surrogateescape") for name in names]
+
+
+class _PatternGroup:
+    """A group in which the last pattern of a path is looked for, and what matches there."""
+
+    def __init__(self, group: Any, before: tuple[str, ...], names: list[str]) -> None:
+        self.group = group
+        self.before = before
+        """The matches of the patterns before."""
+        self.names = names
+
+
+def groups_of_pattern(root: Any, parts: Sequence[str]) -> Iterator[_PatternGroup]:
+    """Yield the groups below `root`, with the matches of the last pattern among `parts`."""
+    places = [number for number, part in enumerate(parts) if "*" in part]
+    yield from _search(root, parts[: places[-1] + 1], ())
+
+
+def _search(group: Any, parts: Sequence[str], before: tuple[str, ...]) -> Iterator[_PatternGroup]:
+    literal = list(itertools.takewhile(lambda part: "*" not in part, parts))
+    if literal:
+        group = _group_at(group, "/".join(literal))
+        if group is None:
+            return
+    pattern, *rest = parts[len(literal) :]
+    regex = _regex(pattern)
+    names = sorted(filter(regex.fullmatch, names_in(group)), key=natural_key)
+    if not rest:
+        yield _PatternGroup(group, before, names)
+        return
+    for name in names:
+        inner = object_at(group, name)
+        if inner is None:
+            raise DanglingLink(name)
+        if isinstance(inner, hdf5.h5py().h5g.GroupID):
+            yield from _search(inner, rest, (*before, name))
+
+
+class DanglingLink(Exception):
+    """A name that matches, but leads nowhere."""
+
+
+def object_at(group: Any, path: str) -> Any:
+    """Return the low-level object at `path`, ``None`` where there is none."""
+    try:
+        return hdf5.h5py().h5o.open(group, encoded(path))
+    except (KeyError, OSError, RuntimeError, ValueError):
+        return None
+
+
+def link_leads_nowhere(group: Any, path: str) -> bool:
+    """Return whether a path comes to a link without an object, and not to a missing name."""
+    for name in path.split("/"):
+        is_group = isinstance(group, hdf5.h5py().h5g.GroupID)
+        if not is_group or not group.links.exists(encoded(name)):
+            return False
+        group = object_at(group, name)
+        if group is None:
+            return True
+    return False
+
+
+def encoded(path: str) -> bytes:
+    """Return a path as HDF5 has it."""
+    return path.encode("utf-8", "surrogateescape")
+
+
+def _group_at(group: Any, path: str) -> Any:
+    found = object_at(group, path)
+    return found if isinstance(found, hdf5.h5py().h5g.GroupID) else None
+
+
+def matches_path(parts: Sequence[str], names: Sequence[str]) -> str:
+    """Return the path where `names` stand in the place of the parts with patterns."""
+    following = iter(names)
+    return "/".join(next(following) if "*" in part else part for part in parts)
+
+
+def what_is_there(root: Any, parts: Sequence[str]) -> str:
+    """Return some names that are there where a pattern finds nothing."""
+    group, path = root, ""
+    for part in parts:
+        names = names_in(group)
+        matching = sorted(filter(_regex(part).fullmatch, names), key=natural_key)
+        inner = next(((n, g) for n in matching if (g := _group_at(group, n)) is not None), None)
+        if inner is None:
+            break
+        path, group = f"{path}/{inner[0]}", inner[1]
+    names = sorted(names_in(group), key=natural_key)
+    shown = ", ".join(map(repr, names[:_MAX_SHOWN])) or "nothing"
+    shown += f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
+    return f"{path or '/'} has {shown}"
 
 
 @nests.leaf_type

@@ -15,18 +15,19 @@ from typing import Any
 import numpy as np
 
 from mpistrat import hdf5
-from mpistrat.data.hdf5.fields import Field, parts_of
-from mpistrat.data.hdf5.filters import install_filter, missing_filters
-from mpistrat.data.hdf5.linked_files import LinkedFiles
-from mpistrat.data.hdf5.patterns import (
+from mpistrat.data.hdf5.fields import (
     DanglingLink,
+    Field,
     encoded,
     groups_of_pattern,
     link_leads_nowhere,
     matches_path,
     object_at,
+    parts_of,
     what_is_there,
 )
+from mpistrat.data.hdf5.filters import install_filter, missing_filters
+from mpistrat.data.hdf5.linked_files import LinkedFiles
 from mpistrat.data.hdf5.stored_types import dtype_of
 from mpistrat.errors import DataError
 

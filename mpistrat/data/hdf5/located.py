@@ -12,11 +12,10 @@ from typing import Any
 import numpy as np
 
 from mpistrat import hdf5, nests
-from mpistrat.data.hdf5.fields import Field, parts_of
+from mpistrat.data.hdf5.fields import Field, matches_path, parts_of, what_is_there
 from mpistrat.data.hdf5.filters import install_filter, missing_filters
 from mpistrat.data.hdf5.linked_files import other_files, warn_of_files_elsewhere
 from mpistrat.data.hdf5.listing import Listing, list_matches
-from mpistrat.data.hdf5.patterns import matches_path, what_is_there
 from mpistrat.data.hdf5.stored_types import (
     READABLE,
     Leaf,

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat import hdf5
-from mpistrat.data.hdf5.filters import ChunkDecoder, make_decoder
-from mpistrat.data.hdf5.plugins import Codec, find_codec
+from mpistrat.data.hdf5.filters import ChunkDecoder, Codec, find_codec, make_decoder
 from mpistrat.data.hdf5.stored_types import dtype_of
 from mpistrat.native import native_library
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpistrat.data import ArraySpec, Dataset, Field
+from mpistrat.data.hdf5.fields import natural_key
 from mpistrat.data.hdf5.listing import Listing
-from mpistrat.data.hdf5.patterns import natural_key
 from mpistrat.errors import DataError
 
 
