@@ -502,7 +502,9 @@ def test_what_is_dropped_leaves_nothing(central):
         weight = make(central, np.ones(1000))
         central.extended.gradient_buffers([weight])
         del weight
-    assert count() == before
+    after = count()
+    # Fewer where another test has left something that was freed meanwhile.
+    assert all(now <= then for now, then in zip(after, before, strict=True))
 
 
 def test_memory_that_cannot_be_had(central, rank, size, monkeypatch):
