@@ -85,7 +85,7 @@ class ShardedVariable(SavedInPieces, WrittenTogether, kind="sharded"):
         if not initial.is_made_in_parts:
             whole = initial.whole(self._name)
             self._partition = _partition(whole.shape, initial.num_parts, size)
-            self._agree_on_parts(call, whole.shape, whole.dtype)
+            self._agree_on_parts(call, whole.shape, whole.dtype, initial.num_parts)
             return scatter_rows(call, self._partition, whole), whole.shape
         shape = initial.shape or ()
         self._partition = _partition(shape, initial.num_parts, size)
@@ -93,13 +93,20 @@ class ShardedVariable(SavedInPieces, WrittenTogether, kind="sharded"):
         own = np.zeros((0, *shape[1:]), initial.dtype)
         if rows:
             own = initial.rows(self._name, rows)
-        self._agree_on_parts(call, shape, own.dtype)
+        self._agree_on_parts(call, shape, own.dtype, initial.num_parts)
         return own.copy(), shape
 
     def _agree_on_parts(
-        self, call: CollectiveCall, shape: tuple[int, ...], dtype: np.dtype
+        self,
+        call: CollectiveCall,
+        shape: tuple[int, ...],
+        dtype: np.dtype,
+        num_wanted: int | None = None,
     ) -> None:
         parts = f"{self._partition.num_parts} parts"
+        if num_wanted not in (None, self._partition.num_parts):
+            # Partitioners that differ may want more parts than there are rows or ranks.
+            parts += f" of {num_wanted} wanted"
         call.agree(parts, (dtype_name(dtype), shape), self._checked_modes(dtype))
 
     @property

@@ -418,3 +418,17 @@ def test_slots_take_as_much_memory_as_the_own_rows(cutting, rank, size):
     slots = [each.child for each in adam._checkpoint_dependents() if each.of is table]
     shape = (len(own_rows(6, size, rank)), 4)
     assert [slot.part.shape for slot in slots] == [shape] * 2
+
+
+def test_partitioners_that_differ_are_found_where_the_parts_do_not(size, rank):
+    if size == 1:
+        pytest.skip("needs two ranks that can disagree")
+    num_parts = size if rank == 0 else size + 1
+    partitioner = FixedShardsPartitioner(num_parts)
+    strategy = ms.MPIStrategy(device=kind(), variable_partitioner=partitioner)
+    with (
+        strategy.scope(),
+        pytest.raises(CollectiveMismatchError, match=f"of {size + 1} wanted"),
+    ):
+        ms.Variable(np.zeros((3 * size, 2)), name="table")
+    strategy.close()
