@@ -306,7 +306,7 @@ class GroupCollectives(ABC):
         Raises
         ------
         TypeError, ValueError
-            If `root` is no integer or out of range, or its value is ``None``.
+            If `root` is not an integer or is out of range, or if its value is ``None``.
         CollectiveError
             If the replicas disagree.
         """

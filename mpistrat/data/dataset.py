@@ -1,4 +1,4 @@
-"""Data sets of the public API: sources, transformations, iteration and position."""
+"""Dataset: sources, transformations, iteration and position."""
 
 from __future__ import annotations
 
@@ -320,7 +320,7 @@ class Dataset(metaclass=HintedType):
         Raises
         ------
         TypeError, ValueError
-            If `global_batch_size` is no integer of at least 1, or `drop_remainder` no bool.
+            If `global_batch_size` is not an integer of at least 1, or `drop_remainder` not a bool.
         DataError
             While iterating, if a batch would hold batches of different lengths.
         """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,7 @@ import numpy as np
 
 from mpistrat import hdf5
 from mpistrat.data.hdf5.columns import Column
-from mpistrat.data.hdf5.fields import parts_of
+from mpistrat.data.hdf5.fields import encoded, parts_of
 from mpistrat.data.hdf5.layouts import ColumnLayout, contiguous_layout, layout_of
 from mpistrat.data.hdf5.located import Kind, Located
 from mpistrat.data.hdf5.storage import Storage
@@ -34,14 +33,15 @@ class _Dataset:
     @classmethod
     def of(cls, file: Any, place: str) -> _Dataset | None:
         """Return a data set of an open file; ``None`` if others cannot be compared with it."""
-        node, names = file[place].id, parts_of(place)
+        dataset, names = file[place], parts_of(place)
+        node = dataset.id
         kind = node.get_type()
         # Text of any length and named types belong to their file.
         if node.dtype.hasobject or kind.committed():
             return None
         properties = node.get_create_plist()
-        links = tuple(os.fsencode("/".join(names[: n + 1])) for n in range(len(names)))
-        filters = tuple(n for n, _ in hdf5.filters_of(file[place]))
+        links = tuple(encoded("/".join(names[: n + 1])) for n in range(len(names)))
+        filters = tuple(n for n, _ in hdf5.filters_of(dataset))
         return cls(place, links, kind, node.shape[1:], properties.get_layout(), filters)
 
     def open(self, file: Any) -> Any:
