@@ -439,9 +439,8 @@ class Channel:
             self.departures.found.setdefault(rank, Departure("ended", what))
         until = time.monotonic() + _PROOF_S
         while not self.departures.lost() and time.monotonic() < until:
-            time.sleep(
-                _PROOF_POLL_S
-            )  # another rank has left because of it, and this one learns why
+            # Another rank has left because of it, and this one learns why.
+            time.sleep(_PROOF_POLL_S)
         if self.closed is None:
             self.stuck_at = call_site()
             where = f"{self.inside or 'a collective'} at {self.stuck_at}"
