@@ -11,6 +11,7 @@ import functools
 import importlib
 import math
 import numbers
+import operator
 import re
 import sys
 from collections.abc import Callable
@@ -244,6 +245,11 @@ def host_view(array: Any) -> np.ndarray:
 
 _MIN_PINNED_BYTES, _MAX_PINNED_BYTES = 2**14, 2**26
 """Page-locked memory takes copies ten times as fast, but is scarce and takes long to get."""
+
+
+def as_index(value: Any) -> int:
+    """Return an integer, or an array of one, as an ``int``; CuPy's arrays have no ``__index__``."""
+    return operator.index(host_view(value) if is_array(value) else value)
 
 
 def host_copy_to_send(array: Any) -> np.ndarray:

@@ -17,6 +17,7 @@ from mpistrat import nests
 from mpistrat.arrays import (
     Array,
     adopted,
+    as_index,
     host_result,
     is_array,
     is_foreign,
@@ -211,7 +212,7 @@ class Mirrored(DistributedValues[T_co], NDArrayOperatorsMixin):
         return complex(self._component)
 
     def __index__(self) -> int:
-        return operator.index(self._component)
+        return as_index(self._component)
 
     def __bool__(self) -> bool:
         return bool(self._component)

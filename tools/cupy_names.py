@@ -32,7 +32,9 @@ def names_of(cupy: Any) -> dict[str, Any]:
             functions[name] = _signature(found)
         else:
             others.append(name)
-    methods = sorted(name for name in dir(cupy.ndarray) if not name.startswith("_"))
+    methods = sorted(
+        name for name in dir(cupy.ndarray) if not name.startswith("_") or name.endswith("__")
+    )
     return {
         "version": cupy.__version__,
         "functions": functions,

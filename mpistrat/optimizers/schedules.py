@@ -9,11 +9,11 @@ from __future__ import annotations
 import abc
 import bisect
 import math
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mpistrat.arguments import as_finite, as_integer
+from mpistrat.arrays import as_index
 
 __all__ = [
     "Constant",
@@ -42,7 +42,7 @@ class LearningRateSchedule(abc.ABC):
     def __call__(self, step: int) -> float:
         """Return the learning rate of `step`. Local."""
         try:
-            step = operator.index(step)
+            step = as_index(step)
         except TypeError:
             raise TypeError(
                 f"{type(self).__name__} takes the number of a step, an integer, not {step!r} of "

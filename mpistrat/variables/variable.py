@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 from abc import ABCMeta
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, SupportsIndex, TypeAlias
@@ -18,6 +17,7 @@ from mpistrat.arguments import span_outside
 from mpistrat.arrays import (
     Array,
     Device,
+    as_index,
     host_copy,
     host_result,
     host_view,
@@ -634,7 +634,7 @@ class Variable(NDArrayOperatorsMixin, metaclass=_MadeTogether):
         return complex(self.value())
 
     def __index__(self) -> int:
-        return operator.index(self.value())
+        return as_index(self.value())
 
     def __bool__(self) -> bool:
         return bool(self.value())

@@ -1,5 +1,8 @@
 """Variables, metrics, layers and the array namespace on devices."""
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -65,6 +68,26 @@ def test_mirrored_values_are_arrays_too(gpus, xp):
     value = gpus.extended.broadcast_to(xp.ones(3), "gpu")
     assert not is_on_host(xp.exp(value))
     np.testing.assert_array_equal((value * 2).get(), np.full(3, 2.0))
+
+
+def test_numbers_on_devices_are_indices(gpus, xp):
+    three = xp.asarray(3)
+    with gpus.scope():
+        variable = ms.Variable(three)
+    constant = ms.optimizers.schedules.ExponentialDecay(1.0, 3, 0.5)
+    for each in (variable, ms.Mirrored(three)):
+        assert list(range(each)) == [0, 1, 2]
+    assert constant(three) == 0.5
+    with pytest.raises(TypeError):
+        range(ms.Mirrored(xp.asarray([3, 4])))
+    with pytest.raises(TypeError, match="an integer"):
+        constant(xp.asarray(3.0))
+
+
+def test_arrays_have_the_special_methods_of_cupy(xp):
+    names = Path(__file__).parents[1] / "standin" / "cupy" / "names.json"
+    found = {name for name in dir(xp.ndarray) if name.endswith("__") and name != "__weakref__"}
+    assert found <= set(json.loads(names.read_text())["ndarray"])
 
 
 def test_writes_take_device_and_host_arrays(xp, weight):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
+from tests import devices
 from tests.devices import assert_allclose, assert_array_equal, on_host
 
 SHAPES = {-1: (5,), 1: (5, 3, 2), 2: (3, 5)}
@@ -116,7 +117,7 @@ def test_replicas_on_their_own(strategy, rank, size):
     layer = make(strategy, momentum=0.5, dtype=np.float64)
     x, gradient_y = part_of(rank)
     y, gradient_x, *_ = there_and_back(strategy, layer, x, gradient_y)
-    alone = ms.OneDeviceStrategy()
+    alone = ms.OneDeviceStrategy(f"{devices.kind()}:{devices.index(rank)}")
     whole = make(alone, momentum=0.5, dtype=np.float64)
     expected = there_and_back(alone, whole, x, gradient_y)
     assert_array_equal(y, expected[0])

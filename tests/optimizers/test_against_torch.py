@@ -93,13 +93,14 @@ def test_sparse_rows_equal_pytorch_s_sparse_adam(strategy, rank, size):
     for step in range(STEPS):
         mine = ms.IndexedSlices(values[step, rank], indices[step, rank])
         strategy.run(optimizer.apply_gradients, ([(mine, variable)],))
-        parameter.grad = torch.sparse_coo_tensor(
-            torch.from_numpy(indices[step].reshape(1, -1)),
-            torch.from_numpy(values[step].reshape(-1, 2)),
-            (10, 2),
-            check_invariants=True,
-        )
-        oracle.step()
+        # PyTorch 2.11 warns of checks that are off, also with check_invariants=True.
+        with torch.sparse.check_sparse_tensor_invariants():
+            parameter.grad = torch.sparse_coo_tensor(
+                torch.from_numpy(indices[step].reshape(1, -1)),
+                torch.from_numpy(values[step].reshape(-1, 2)),
+                (10, 2),
+            )
+            oracle.step()
     # SparseAdam adds epsilon, 1e-8, to a root that is not yet corrected for the start.
     assert_allclose(variable.numpy(), parameter.detach().numpy(), rtol=1e-6, atol=1e-6)
     assert_array_equal(variable.numpy()[9], start[9])

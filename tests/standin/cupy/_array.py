@@ -1,6 +1,5 @@
 """The array class, which host code cannot read by accident."""
 
-import operator
 
 import numpy as np
 
@@ -115,9 +114,6 @@ class ndarray:  # noqa: N801
 
     def __complex__(self):
         return complex(self.item())
-
-    def __index__(self):
-        return operator.index(self.item())
 
     def __bool__(self):
         return bool(self._host)
@@ -369,15 +365,13 @@ def _add_operators():
         def in_place(self, other):
             import cupy
 
-            if function == "matmul":
-                self[...] = cupy.matmul(self, other)
-            else:
-                getattr(cupy, function)(self, other, out=self)
+            getattr(cupy, function)(self, other, out=self)
             return self
 
         setattr(ndarray, f"__{short}__", forward)
         setattr(ndarray, f"__r{short}__", backward)
-        setattr(ndarray, f"__i{short}__", in_place)
+        if function != "matmul":  # Python makes a new array of a @= b
+            setattr(ndarray, f"__i{short}__", in_place)
 
     def _call(function, left, right):
         import cupy
