@@ -69,7 +69,7 @@ class Spec:
 
     def build(self, *seed):
         """Return an array of small whole numbers, so that every order gives the same bits."""
-        random = np.random.default_rng(seed)
+        random = np.random.default_rng(np.hstack(seed))
         numbers = random.integers(0, 4, self.shape)
         if self.dtype.kind == "c":
             numbers = numbers + 1j * random.integers(0, 4, self.shape)
