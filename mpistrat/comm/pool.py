@@ -45,7 +45,7 @@ class Pool:
     def take(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Return an array with arbitrary content; its memory returns when the last view is gone."""
         num_bytes = math.prod(shape) * dtype.itemsize
-        if num_bytes < self._smallest:
+        if num_bytes < self._smallest or dtype.hasobject:
             return np.empty(shape, dtype)
         memory = self._last_returned(num_bytes) or self._lend(num_bytes)
         lease = _Lease(memory, self._returned)

@@ -225,7 +225,7 @@ def regroup(blocks: Iterator[Block], length: int) -> Iterator[Block]:
         start = 0
         while len(block) - start >= missing:
             waiting.append(block[start : start + missing])
-            yield np.concatenate(waiting)
+            yield waiting[0] if len(waiting) == 1 else np.concatenate(waiting)
             waiting, start, missing = [], start + missing, length
         if start < len(block):
             waiting.append(block[start:])

@@ -198,7 +198,7 @@ class ElementMaker:
         # A call takes as long as copying many kibibytes.
         if any(self._mappers) or not hasattr(self._reader, "check"):
             return 0
-        if getattr(self._reader, "empty", np.empty) is not np.empty:  # memory for each batch
+        if getattr(self._reader, "fills_given_memory", False):  # of each batch
             return 0
         if type(self._batch_steps[0]) is not Batch or self._are_mapped[0] or self.needs_first:
             return 0

@@ -44,6 +44,14 @@ static struct helper {
 } helpers[MAX_HELPERS];
 static int num_helpers;
 
+/* Copy in parts: one long memcpy goes past the caches, and the program uses the rows soon. */
+static void copy_bytes(char *to, const char *from, npy_intp num_bytes)
+{
+    for (; num_bytes > PART_BYTES; num_bytes -= PART_BYTES, to += PART_BYTES, from += PART_BYTES)
+        memcpy(to, from, PART_BYTES);
+    memcpy(to, from, num_bytes);
+}
+
 /* Copy a row while the next one, which lies anywhere, is on its way from memory. */
 static void copy_row(char *to, const char *from, npy_intp num_bytes, const char *next)
 {
@@ -52,7 +60,19 @@ static void copy_row(char *to, const char *from, npy_intp num_bytes, const char 
         __builtin_prefetch(next + done, 0, 1);
         memcpy(to + done, from + done, LINE);
     }
-    memcpy(to + done, from + done, num_bytes - done);
+    copy_bytes(to + done, from + done, num_bytes - done);
+}
+
+static npy_intp place_of(const struct copy *copy, npy_intp i)
+{
+    return copy->places == NULL ? i : copy->places[i];
+}
+
+/* Whether row `i` lies behind the one before it, both where it is and where it goes. */
+static int follows(const struct copy *copy, npy_intp i)
+{
+    return copy->offsets[i] == copy->offsets[i - 1] + copy->row_bytes
+           && place_of(copy, i) == place_of(copy, i - 1) + 1;
 }
 
 static int copy_part(const struct copy *copy, npy_intp first, npy_intp end)
@@ -63,10 +83,17 @@ static int copy_part(const struct copy *copy, npy_intp first, npy_intp end)
         return -1;
     }
     mpistrat_way_out = &here;
-    for (npy_intp i = first; i < end; i++)
-        copy_row(copy->to + (copy->places == NULL ? i : copy->places[i]) * copy->row_bytes,
-                 copy->from + copy->offsets[i], copy->row_bytes,
-                 copy->from + copy->offsets[i + 1 < copy->count ? i + 1 : i]);
+    for (npy_intp i = first, after; i < end; i = after) {
+        char *to = copy->to + place_of(copy, i) * copy->row_bytes;
+        const char *from = copy->from + copy->offsets[i];
+        for (after = i + 1; after < end && follows(copy, after); after++)
+            ;
+        if (after > i + 1)
+            copy_bytes(to, from, (after - i) * copy->row_bytes);
+        else
+            copy_row(to, from, copy->row_bytes,
+                     copy->from + copy->offsets[after < copy->count ? after : i]);
+    }
     mpistrat_way_out = NULL;
     return 0;
 }

@@ -26,6 +26,15 @@ def is_placed(catalog: Catalog, field: int) -> bool:
     return is_known and native_library() is not None
 
 
+def lies_in_one_piece(catalog: Catalog, field: int) -> bool:
+    """Return whether rows of a placed field that follow one another are one read of each file."""
+    # Its page tables make a mapping slower there.
+    if any(each.column == field and each.leaf.members for each in catalog.outputs):
+        return False
+    storages = [file.layouts[field].storage for file in catalog.files]
+    return all(storage is not None and storage.is_contiguous for storage in storages)
+
+
 Rows = tuple[np.ndarray, np.ndarray | None, np.ndarray]
 """Numbers of rows, or of the first ones of runs, their places, and the output."""
 

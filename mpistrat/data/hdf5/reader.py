@@ -14,11 +14,17 @@ from typing import Any
 import numpy as np
 
 from mpistrat import nests
+from mpistrat.comm.pool import Pool
 from mpistrat.data.hdf5.catalog import Catalog
 from mpistrat.data.hdf5.chunk_cache import ChunkBuffers, ChunkCache, RowCache, release_idle_buffers
 from mpistrat.data.hdf5.chunk_plan import plan_fields
 from mpistrat.data.hdf5.files import OpenFiles, StoredRows
-from mpistrat.data.hdf5.placed_rows import PlacedLeaf, RowCopies, is_placed
+from mpistrat.data.hdf5.placed_rows import (
+    PlacedLeaf,
+    RowCopies,
+    is_placed,
+    lies_in_one_piece,
+)
 from mpistrat.data.hdf5.read_ahead import DecodingThreads, ExpectedRows, is_run
 from mpistrat.data.hdf5.single_examples import Allocate, SingleReader, leaf_of
 from mpistrat.data.hdf5.storage import CompressedChunks
@@ -49,11 +55,14 @@ class Hdf5Reader:
         catalog: Catalog,
         window_rows: int,
         row_caches: dict[int, RowCache],
-        empty: Allocate = np.empty,
+        empty: Allocate | None = None,
         mappings: dict[int, np.ndarray] | None = None,
         single_caches: dict[int, dict[int, Any]] | None = None,
     ) -> None:
-        self._catalog, self.empty = catalog, empty
+        self._catalog = catalog
+        self.fills_given_memory = empty is not None
+        empty = empty or Pool().take  # the first touch of new memory takes as long as the read
+        self.empty = empty
         self._offsets = catalog.offsets
         self._starts: list[int] = self._offsets.tolist()
         self._files = OpenFiles(catalog, mappings)
@@ -91,6 +100,8 @@ class Hdf5Reader:
         # In disorder data without chunks are read in blocks, which are treated as chunks.
         self._announced = [field for field in others if window_rows or field in self._chunked]
         self._sliced = [field for field in others if field not in self._announced]
+        if not window_rows:
+            self._sliced += [field for field in placed if lies_in_one_piece(catalog, field)]
         self._chunk_caches: dict[int, ChunkCache] = {}
         self._expected = ExpectedRows()
         self._begun: tuple[np.ndarray, dict[int, RowCopies], _Columns] | None = None
@@ -129,6 +140,8 @@ class Hdf5Reader:
                     self._take_cached(numbers, files, rows, columns)
                 begun, begun_columns = self._take_begun(numbers)
                 for placed in self._placed:
+                    if placed.field in columns:
+                        continue
                     copies = begun.get(placed.number)
                     if copies is None:
                         copies = placed.begin(files, rows, self._num_helpers)

@@ -64,7 +64,7 @@ class Hdf5Source(PlainSource):
         self._row_caches: dict[int, RowCache] = {}
         self._mappings: dict[int, np.ndarray] = {}
         self._single_caches: dict[int, dict[int, Any]] = {}
-        self._empty: Allocate = np.empty
+        self._empty: Allocate | None = None
 
     def with_memory(self, empty: Allocate) -> Hdf5Source:
         """Return the source of the same examples, read into arrays that `empty` makes."""
