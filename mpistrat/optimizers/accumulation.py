@@ -212,7 +212,7 @@ class GradientAccumulator(Trackable):
         """
         kind = f"{type(self).__name__}.add"
         self._check_adds_here(kind)
-        gradients, variables = split_pairs(kind, grads_and_vars)
+        gradients, variables = split_pairs(kind, grads_and_vars, may_repeat=True)
         places = self._places(kind, variables)
         present = [i for i, gradient in enumerate(gradients) if gradient is not None]
         # Checked against the sums, which are wider than variables of 16 bits.

@@ -49,7 +49,9 @@ def _is_pair(pair: object) -> bool:
     return isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[1], Variable)
 
 
-def split_pairs(kind: str, grads_and_vars: Iterable[Any]) -> tuple[list[Any], list[Variable]]:
+def split_pairs(
+    kind: str, grads_and_vars: Iterable[Any], may_repeat: bool = False
+) -> tuple[list[Any], list[Variable]]:
     """Return the gradients and the variables of (gradient, Variable) pairs, at least one."""
     if not isinstance(grads_and_vars, Iterable):
         raise TypeError(
@@ -64,7 +66,10 @@ def split_pairs(kind: str, grads_and_vars: Iterable[Any]) -> tuple[list[Any], li
                 f"{kind} takes (gradient, Variable) pairs, but element {number} is {pair!r} of "
                 f"type {type(pair).__name__}."
             )
-    return [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
+    variables = [variable for _, variable in pairs]
+    if not may_repeat:
+        _check_each_once(kind, variables, " Add its gradients, and give it once.")
+    return [gradient for gradient, _ in pairs], variables
 
 
 def check_owners(kind: str, strategy: Any, variables: Sequence[Variable]) -> None:
@@ -127,9 +132,13 @@ def check_variables(kind: str, variables: Any) -> None:
                 f"{kind} takes variables, not {variable!r} of type {type(variable).__name__}."
             )
         _check_takes_gradients(kind, variable)
+    _check_each_once(kind, variables)
+
+
+def _check_each_once(kind: str, variables: Sequence[Variable], remedy: str = "") -> None:
     if len({id(variable) for variable in variables}) < len(variables):
         names = [variable.name for variable in variables]
-        raise ValueError(f"{kind} was given one variable twice: {names}.")
+        raise ValueError(f"{kind} was given one variable twice: {names}.{remedy}")
 
 
 def _check_takes_gradients(kind: str, variable: Variable) -> None:

@@ -217,8 +217,9 @@ class Optimizer(Hinted, Trackable, abc.ABC, metaclass=HintedOptimizer):
         Raises
         ------
         ValueError
-            If the list is empty or holds no gradient, a shape does not fit, a gradient that is not
-            summed is a `PerReplica`, or the optimizer or a variable is from outside of the scope.
+            If the list is empty, holds no gradient or one variable twice, a shape does not fit, a
+            gradient that is not summed is a `PerReplica`, or the optimizer or a variable is from
+            outside of the scope.
         TypeError
             If a dtype does not fit, or a variable has no floating dtype.
         IndexError

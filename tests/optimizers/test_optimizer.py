@@ -432,6 +432,16 @@ def test_rates_that_differ_are_noticed(strategy, rank, others):
         strategy.run(lambda: optimizer.apply_gradients([(1.0, variable)]))
 
 
+def test_a_variable_that_comes_twice_is_refused(strategy):
+    with strategy.scope():
+        optimizer, variable = ms.optimizers.SGD(0.1), ms.Variable(1.0, name="w")
+    pairs = [(1.0, variable), (2.0, variable)]
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"twice: \['w', 'w'\]\. Add its gradients"):
+            strategy.run(optimizer.apply_gradients, (pairs,))
+    assert variable.numpy() == 1
+
+
 def test_what_is_no_list_of_pairs_is_refused(strategy, size):
     with strategy.scope():
         optimizer = ms.optimizers.SGD(0.1)
