@@ -66,7 +66,7 @@ class Hdf5Source(PlainSource):
         self._single_caches: dict[int, dict[int, Any]] = {}
         self._empty: Allocate | None = None
 
-    def with_memory(self, empty: Allocate) -> Hdf5Source:
+    def with_memory(self, empty: Allocate | None) -> Hdf5Source:
         """Return the source of the same examples, read into arrays that `empty` makes."""
         source = copy.copy(self)
         source._empty = empty
