@@ -40,7 +40,7 @@ collect_ignore = outside_mpiexec(
     "test_tf_names.py",
 )
 
-pytest_plugins = ["mpistrat.testing.plugin"]
+pytest_plugins = ["mpistrat.testing.plugin", "tests.elastic_jobs"]
 
 # Every rank draws the same examples, and a slow machine fails no test.
 settings.register_profile("suite", derandomize=True, deadline=None, database=None)

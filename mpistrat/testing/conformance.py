@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
 from mpistrat.errors import ContextError
 from mpistrat.options import ReduceOp, VariableAggregation, VariableSynchronization
+from mpistrat.replica import ReplicaContext
 from mpistrat.strategies import (
     Strategy,
     get_replica_context,
@@ -63,6 +65,18 @@ def refused(error: type[Exception], pattern: str = "") -> Iterator[None]:
         raise AssertionError(f"nothing was raised where {error.__name__} was expected")
 
 
+def replica() -> ReplicaContext:
+    """Return the context of the replica that runs."""
+    found = get_replica_context()
+    assert found is not None
+    return found
+
+
+def replica_id() -> int:
+    """Return the number of the replica that runs."""
+    return replica().replica_id_in_sync_group
+
+
 class StrategyTests:
     """Tests of a strategy; pytest collects them in a subclass.
 
@@ -77,6 +91,8 @@ class StrategyTests:
 
     distributes = True
     """False for a strategy that leaves values and variables as they are, as the default does."""
+    repeats = False
+    """True for a strategy that may call the function of a run again, as in elastic jobs."""
 
     def make_strategy(self) -> Strategy:
         """Return the strategy under test. **Collective**; to be overridden."""
@@ -86,13 +102,17 @@ class StrategyTests:
         """Make the strategy. **Collective**."""
         self.strategy = self.make_strategy()
         self.size = self.strategy.num_replicas_in_sync
-        self.rank = self.strategy.extended._layout.replica_id
         self.total = self.size * (self.size - 1) // 2
 
-    def local(self, value: Any) -> Any:
-        """Return this replica's component of `value`. Local."""
-        (component,) = self.strategy.experimental_local_results(value)
-        return component
+    def check_each(self, value: Any, expected: Callable[[int], Any]) -> None:
+        """Have each replica compare its component of `value` with what is expected of it."""
+
+        def check(component: Any) -> None:
+            wanted = expected(replica_id())
+            found = component.tolist() if isinstance(component, np.ndarray) else component
+            assert found == wanted, f"replica {replica_id()}: {found!r}, not {wanted!r}"
+
+        self.strategy.run(check, args=(value,))
 
     def variable(self, value: Any, aggregation: str, on_read: bool = False) -> Variable:
         """Return a variable of the strategy. **Collective**."""
@@ -114,18 +134,20 @@ class StrategyTests:
         assert get_strategy() is before
 
     def test_run_calls_once_in_replica_context(self) -> None:
-        def fn(number: int, *, text: str) -> Any:
-            replica = get_replica_context()
-            assert replica is not None
-            assert not in_cross_replica_context()
-            assert replica.strategy is self.strategy
-            assert replica.num_replicas_in_sync == self.size
-            assert replica.replica_id_in_sync_group == self.rank
-            assert text == "text"
-            return {"a": [number + self.rank, None], "b": "text"}
+        calls = []
 
-        result = self.local(self.strategy.run(fn, args=(1,), kwargs={"text": "text"}))
-        assert result == {"a": [1 + self.rank, None], "b": "text"}
+        def fn(number: int, *, text: str) -> Any:
+            calls.append(replica_id())
+            assert not in_cross_replica_context()
+            assert replica().strategy is self.strategy
+            assert replica().num_replicas_in_sync == self.size
+            assert text == "text"
+            return {"a": [number + replica_id(), None], "b": replica_id() * 2.0}
+
+        result = self.strategy.run(fn, args=(1,), kwargs={"text": "text"})
+        self.check_each(result["a"][0], lambda number: 1 + number)
+        self.check_each(result["b"], lambda number: number * 2.0)
+        assert self.repeats or max(Counter(calls).values()) == 1
 
     def test_run_refuses_bad_arguments_and_nesting(self) -> None:
         with refused(ValueError, "list or tuple"):
@@ -145,18 +167,15 @@ class StrategyTests:
             assert in_cross_replica_context()
             return strategy.extended.reduce_to("sum", value, "cpu:0")
 
-        def fn() -> Any:
-            replica = get_replica_context()
-            assert replica is not None
-            return replica.merge_call(merge, args=(self.rank,))
-
-        assert self.local(self.strategy.run(fn)) == self.total
+        result = self.strategy.run(lambda: replica().merge_call(merge, args=(replica_id(),)))
+        self.check_each(result, lambda _: self.total)
 
     def test_a_replica_context_ends_with_its_run(self) -> None:
         if self.distributes:
-            kept = self.strategy.run(get_replica_context)
+            kept: list[ReplicaContext] = []
+            self.strategy.run(lambda: kept.append(replica()))
             with refused(ContextError, "run"):
-                kept.all_reduce("sum", 1)
+                kept[0].all_reduce("sum", 1)
 
     def test_exceptions_pass_and_leave_the_strategy_usable(self) -> None:
         def fail() -> None:
@@ -166,43 +185,42 @@ class StrategyTests:
         with refused(ZeroDivisionError, "on purpose"):
             self.strategy.run(fail)
         assert get_strategy() is before
-        assert_all_ranks(self.strategy, True)
+        self.check_each(self.strategy.run(replica_id), int)
 
     def test_all_reduce(self) -> None:
-        slices = IndexedSlices(np.ones((1, 2)), np.array([self.rank]))
-
         def fn() -> Any:
-            replica = get_replica_context()
-            assert replica is not None
-            nest = {"x": np.full(3, self.rank, np.float32), "y": [self.rank + 1, slices]}
-            begun = replica.start_all_reduce(ReduceOp.MAX, self.rank)
-            return replica.all_reduce("sum", nest), begun.wait()
+            number = replica_id()
+            slices = IndexedSlices(np.ones((1, 2)), np.array([number]))
+            nest = {"x": np.full(3, number, np.float32), "y": [number + 1, slices]}
+            begun = replica().start_all_reduce(ReduceOp.MAX, number)
+            summed: Any = replica().all_reduce("sum", nest)
+            largest = begun.wait()
+            assert summed["x"].dtype == np.float32
+            return summed["x"], summed["y"][0], summed["y"][1].indices, largest
 
-        summed, largest = self.local(self.strategy.run(fn))
-        assert summed["x"].tolist() == [self.total] * 3
-        assert summed["x"].dtype == np.float32
-        assert summed["y"][0] == self.total + self.size
-        assert summed["y"][1].indices.tolist() == list(range(self.size))
-        assert largest == self.size - 1
+        ones, numbers, indices, largest = self.strategy.run(fn)
+        self.check_each(ones, lambda _: [self.total] * 3)
+        self.check_each(numbers, lambda _: self.total + self.size)
+        self.check_each(indices, lambda _: list(range(self.size)))
+        self.check_each(largest, lambda _: self.size - 1)
 
     def test_all_gather(self) -> None:
         def fn() -> Any:
-            replica = get_replica_context()
-            assert replica is not None
-            return replica.all_gather(np.full((self.rank, 2), self.rank), 0)
+            return replica().all_gather(np.full((replica_id(), 2), replica_id()), 0)[:, 0]
 
-        gathered = self.local(self.strategy.run(fn))
-        assert gathered[:, 0].tolist() == [r for r in range(self.size) for _ in range(r)]
+        rows = [number for number in range(self.size) for _ in range(number)]
+        self.check_each(self.strategy.run(fn), lambda _: rows)
 
     def test_gather_and_its_refusals(self) -> None:
-        assert self.strategy.gather(np.array([self.rank]), 0).tolist() == list(range(self.size))
-        bad: list[tuple[Any, int]] = [(1.0, 0), (np.ones(2), 1)]
-        for value, axis in bad:
+        values = self.strategy.run(lambda: np.array([replica_id()]))
+        assert self.strategy.gather(values, 0).tolist() == list(range(self.size))
+        numbers = self.strategy.run(lambda: float(replica_id()))
+        for value, axis in [(numbers, 0), (values, 1)]:
             with refused(ValueError, "axis"):
                 self.strategy.gather(value, axis)
 
     def test_reduce_over_the_batch_axis(self) -> None:
-        examples = np.arange(self.rank + 1.0)
+        examples = self.strategy.run(lambda: np.arange(replica_id() + 1.0))
         joined = np.concatenate([np.arange(r + 1.0) for r in range(self.size)])
         assert self.strategy.reduce("sum", examples, axis=0) == joined.sum()
         np.testing.assert_allclose(self.strategy.reduce("mean", examples, axis=0), joined.mean())
@@ -214,7 +232,7 @@ class StrategyTests:
 
     def test_mirrored_variables(self) -> None:
         variable = self.variable(np.zeros(2), "SUM")
-        self.strategy.run(lambda: variable.assign_add(np.full(2, self.rank + 1.0)))
+        self.strategy.run(lambda: variable.assign_add(np.full(2, replica_id() + 1.0)))
         assert variable.numpy().tolist() == [self.total + self.size] * 2
         variable.assign(np.ones(2))
         assert variable.numpy().tolist() == [1, 1]
@@ -224,8 +242,8 @@ class StrategyTests:
 
     def test_sync_on_read_variables(self) -> None:
         variable = self.variable(0.0, "SUM", on_read=True)
-        self.strategy.run(lambda: variable.assign_add(float(self.rank)))
-        assert self.local(variable) == self.rank
+        self.strategy.run(lambda: variable.assign_add(float(replica_id())))
+        self.check_each(self.strategy.run(variable.read_value), float)
         assert variable.numpy() == self.total
         assert self.strategy.extended.read_var(variable) == self.total
 
@@ -235,11 +253,11 @@ class StrategyTests:
         result = self.strategy.extended.update(
             variable, lambda v, x: v.assign_add(x), arguments, group=False
         )
-        assert result == (3.0,)
+        assert all(each == 3.0 for each in result)
         assert variable.numpy() == 3.0
 
     def test_values_from_a_function(self) -> None:
         values = self.strategy.experimental_distribute_values_from_function(
             lambda context: (context.replica_id_in_sync_group, context.num_replicas_in_sync)
         )
-        assert self.local(values) == (self.rank, self.size)
+        self.check_each(values, lambda number: (number, self.size))

@@ -12,11 +12,6 @@ from mpi4py import MPI
 
 import mpistrat as ms
 from mpistrat.errors import CollectiveError, LaunchError, ReplicaLostError
-from mpistrat.failures.process_state import process
-from mpistrat.strategies.elastic import extended
-from mpistrat.strategies.elastic import job as elastic_job
-from mpistrat.strategies.elastic.job import ElasticJob
-from mpistrat.system import units
 from tests.devices import assert_array_equal
 
 NUM_REPLICAS = 5
@@ -24,43 +19,6 @@ RNG = np.random.default_rng(7)
 X = RNG.standard_normal((43, 6)).astype(np.float32)
 Y = RNG.integers(0, 3, 43)
 START = (RNG.standard_normal((6, 3)) / 3).astype(np.float32)
-
-
-class Job(ElasticJob):
-    """A job that repeats the units in `repeated`, and all ranks of which survive."""
-
-    def __init__(self):
-        super().__init__()
-        self.repeated = lambda number: False
-        self.done = set()
-        self.generations = 0
-
-    def _agree(self, is_well):
-        is_well = bool(self._comm.allreduce(int(is_well), MPI.MIN))
-        if self._num_units in self.done or not self.repeated(self._num_units):
-            return is_well
-        self.done.add(self._num_units)
-        return False
-
-    def _revoke(self):
-        """Leave the channel of all ranks as it is: other tests use it."""
-
-    def _without_lost(self):
-        self.generations += 1
-        return self._comm.Split(0, -self._comm.rank)
-
-
-@pytest.fixture
-def job(monkeypatch):
-    fresh = Job()
-    for module in (elastic_job, extended):
-        monkeypatch.setattr(module, "job", fresh)
-    monkeypatch.setattr(extended.ElasticExtended, "_job", fresh)
-    monkeypatch.setattr(elastic_job, "why_not_tolerant", lambda: "")
-    monkeypatch.setattr(units, "_note", None)
-    monkeypatch.setattr(process, "outlives_losses", False)
-    monkeypatch.setattr(process, "when_all_have_ended", bool)
-    return fresh
 
 
 def make(**options):

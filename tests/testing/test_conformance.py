@@ -5,7 +5,7 @@ import pytest
 import mpistrat as ms
 from mpistrat.testing import StrategyTests
 from tests.fast_paths import OFF, WAYS, opened
-from tests.replica_groups import DIVISORS
+from tests.replica_groups import DIVISORS, NUM_RANKS
 
 
 class TestMPIStrategy(StrategyTests):
@@ -33,6 +33,45 @@ class TestReplicasOverAllRanks(StrategyTests):
 class TestReplicasOverSomeRanks(StrategyTests):
     def make_strategy(self):
         return ms.MPIStrategy(ranks_per_replica=DIVISORS[len(DIVISORS) // 2])
+
+
+class TestSeveralReplicasOnEachRank(StrategyTests):
+    def make_strategy(self):
+        return ms.MPIStrategy(num_replicas=2 * NUM_RANKS + 1)
+
+
+class TestSeveralReplicasOnOneDevice(StrategyTests):
+    def make_strategy(self):
+        return ms.OneDeviceStrategy(num_replicas=3)
+
+
+class TestCentralStorage(StrategyTests):
+    def make_strategy(self):
+        return ms.CentralStorageStrategy()
+
+
+class TestShardedVariables(StrategyTests):
+    def make_strategy(self):
+        partitioner = ms.partitioners.FixedShardsPartitioner(NUM_RANKS)
+        return ms.MPIStrategy(variable_partitioner=partitioner)
+
+
+class TestElasticJobs(StrategyTests):
+    """Where nothing is lost, and where every third call is undone and repeated."""
+
+    repeats = True
+
+    @pytest.fixture(autouse=True, params=[None, 0, 1, 2])
+    def repeated(self, request, job):
+        if request.param is not None:
+            job.repeated = lambda number: number % 3 == request.param
+        super().setup_method()
+
+    def setup_method(self):
+        """Leave it to the fixture: the job comes first."""
+
+    def make_strategy(self):
+        return ms.MPIStrategy(elastic=True, num_replicas=NUM_RANKS + 1)
 
 
 class Repeated(StrategyTests):
