@@ -79,9 +79,10 @@ def page(found: Sequence[Mapping[str, Any]], machine: str) -> str:
         lines.append(_row("to the device" if device == "gpu" else "to host memory", *rates))
     lines += [
         "",
-        "These are batches of 256 rows, 768 KiB. On an H100 the way to the device adds about 0.2 ms",
-        "to each batch, whatever its size: calls of CUDA, and turns of Python's lock between the",
-        "reader and the program. Batches of 1,024 rows came at 3.3 GB/s, to the host at 4.5 GB/s.",
+        "These are batches of 256 rows, 768 KiB. On an H100 the way to the device adds about 0.2",
+        "ms to each batch, whatever its size: calls of CUDA, and turns of Python's lock between",
+        "the reader and the program. Batches of 1,024 rows came at 3.3 GB/s, to the host at 4.5",
+        "GB/s.",
     ]
     lines += ["", "| checkpoint of 512 MiB | 1 rank | 2 ranks |", "|---|---|---|"]
     for key, text in {

@@ -66,8 +66,8 @@ class Hdf5Source(PlainSource):
         self._single_caches: dict[int, dict[int, Any]] = {}
         self._empty: Allocate | None = None
 
-    def with_memory(self, empty: Allocate) -> Hdf5Source:
-        """Return the source of the same examples, read into arrays that `empty` makes."""
+    def with_memory(self, empty: Allocate | None) -> Hdf5Source:
+        """Return the source of the same examples, read into arrays that `empty` creates."""
         source = copy.copy(self)
         source._empty = empty
         return source
