@@ -10,8 +10,6 @@ import numpy as np
 
 from mpistrat import nests, sharding
 from mpistrat.arrays import Device
-from mpistrat.data.batching import Batch, WholeBatches
-from mpistrat.data.cache import Cached, share_cache
 from mpistrat.data.dataset import Dataset
 from mpistrat.data.distributed_dataset import (
     BatchSlices,
@@ -20,16 +18,19 @@ from mpistrat.data.distributed_dataset import (
     RankDataset,
     RankPipeline,
 )
-from mpistrat.data.filtering import Filtered, evaluate_filter
 from mpistrat.data.fingerprint import check_same, digest, order_digest
 from mpistrat.data.hdf5.source import Hdf5Source, agree_on_files, check_copies, describe_files
 from mpistrat.data.order import ENDLESS, UNKNOWN
-from mpistrat.data.pipeline import Pipeline
-from mpistrat.data.rows import Rows, count_rows
-from mpistrat.data.shuffle import Shuffle
+from mpistrat.data.pipeline import Pipeline, Prefetch
 from mpistrat.data.spec import ArraySpec
 from mpistrat.data.transfer import memory_for
-from mpistrat.data.transforms import Prefetch, Repeat, Shard, Skip, Take
+from mpistrat.data.transformations.batch import Batch, WholeBatches
+from mpistrat.data.transformations.cache import Cached, share_cache
+from mpistrat.data.transformations.filter import Filtered, evaluate_filter
+from mpistrat.data.transformations.repeat import Repeat
+from mpistrat.data.transformations.shuffle import Shuffle
+from mpistrat.data.transformations.take import Shard, Skip, Take
+from mpistrat.data.transformations.unbatch import Rows, count_rows
 from mpistrat.errors import DataError
 from mpistrat.layout import Layout
 from mpistrat.options import AutoShardPolicy, InputContext, InputOptions, InputReplicationMode

@@ -27,7 +27,7 @@ def decoded(monkeypatch):
     """Count the chunks that are decoded, with little memory for those that wait."""
     monkeypatch.setattr(chunk_plan, "_ROW_CACHE_BYTES", 2**10)
     monkeypatch.setattr(chunk_plan, "_MIN_CAPACITY_BYTES", 2**15)
-    monkeypatch.setattr("mpistrat.data.shuffle.WINDOW_BYTES", 2**20)
+    monkeypatch.setattr("mpistrat.data.transformations.shuffle.WINDOW_BYTES", 2**20)
     counts, decode = {}, reader.Hdf5Reader._decode
 
     def counting(self, field, chunks):

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from mpistrat import nests
-from mpistrat.data import shuffle
 from mpistrat.data.chunks import ChunkLayout
 from mpistrat.data.order import ENDLESS
 from mpistrat.data.pipeline import Pipeline
 from mpistrat.data.random import PassKey
 from mpistrat.data.spec import ArraySpec
+from mpistrat.data.transformations import shuffle
 from mpistrat.data.views import Child, Part, View, position_borders, position_layout
 from mpistrat.errors import DataError
 

@@ -1,4 +1,4 @@
-"""Errors that are ignored on purpose: the elements of a data set that can be made."""
+"""Datasets without the elements that raise an error when they are made."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from mpistrat import sharding
-from mpistrat.data.filtering import Filtered
 from mpistrat.data.order import Block
 from mpistrat.data.pipeline import Pipeline
 from mpistrat.data.random import PassStream
+from mpistrat.data.transformations.filter import Filtered
 
 _logger = logging.getLogger("mpistrat")
 
@@ -23,7 +23,7 @@ _MAX_NAMED = 5
 _AT_A_TIME = 256
 
 
-class Sound(Filtered):
+class ValidElements(Filtered):
     """The elements of a data set that can be made without an error."""
 
     name = "ignore_errors"

@@ -13,11 +13,10 @@ import numpy as np
 
 from mpistrat.arrays import host_view
 from mpistrat.data.chunks import ChunkLayout
-from mpistrat.data.combining import common_spec
-from mpistrat.data.order import ENDLESS, Block, Order
+from mpistrat.data.order import ENDLESS, Block, Order, Reordering
 from mpistrat.data.pipeline import Pipeline
 from mpistrat.data.random import PassKey
-from mpistrat.data.transforms import Reordering
+from mpistrat.data.transformations.concatenate import common_spec
 from mpistrat.data.views import (
     Child,
     Part,

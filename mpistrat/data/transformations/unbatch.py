@@ -1,4 +1,7 @@
-"""Rows of elements that are arrays, one by one: frames of recordings, steps of demonstrations."""
+"""Unbatch: the rows of elements that are arrays, such as the frames of recordings.
+
+`Unbatch`, which takes the batches of `Dataset.batch` apart again, is in `batch.py`.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,22 @@ import numpy as np
 
 from mpistrat import nests, sharding
 from mpistrat.data.chunks import ChunkLayout
-from mpistrat.data.combining import permutes_rows, unshuffled_rows
 from mpistrat.data.fingerprint import check_same
 from mpistrat.data.order import Block
 from mpistrat.data.pipeline import Pipeline
 from mpistrat.data.random import PassKey, PassStream
-from mpistrat.data.shuffle import Shuffle
 from mpistrat.data.spec import ArraySpec
-from mpistrat.data.views import Child, Part, View, position_borders, position_layout, scattered
+from mpistrat.data.transformations.shuffle import Shuffle
+from mpistrat.data.views import (
+    Child,
+    Part,
+    View,
+    permutes_rows,
+    position_borders,
+    position_layout,
+    scattered,
+    unshuffled_rows,
+)
 from mpistrat.errors import DataError
 from mpistrat.options import AutoShardPolicy
 

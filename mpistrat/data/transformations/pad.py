@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 
 from mpistrat import nests
-from mpistrat.data.batching import Batch
 from mpistrat.data.spec import ArraySpec, batched, fitted
-from mpistrat.data.stacking import Column, stacked
+from mpistrat.data.transformations.batch import Batch, Column, stacked
 from mpistrat.errors import DataError
 from mpistrat.ragged import Ragged
 

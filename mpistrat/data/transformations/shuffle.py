@@ -12,11 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mpistrat.data.batching import regroup
 from mpistrat.data.chunks import ChunkLayout
-from mpistrat.data.order import ENDLESS, Block, Order, skip_items
+from mpistrat.data.order import ENDLESS, Block, Order, Reordering, skip_items
 from mpistrat.data.random import PassKey
-from mpistrat.data.transforms import Reordering
+from mpistrat.data.transformations.batch import regroup
 from mpistrat.sharding import ceil_div
 
 WINDOW_BYTES = 48 * 2**20

@@ -13,19 +13,20 @@ import numpy as np
 
 from mpistrat import sharding
 from mpistrat.data.chunks import ChunkLayout
-from mpistrat.data.combining import permutes_rows, unshuffled_rows
 from mpistrat.data.fingerprint import check_same
 from mpistrat.data.order import Block, function_name
 from mpistrat.data.pipeline import Pipeline
 from mpistrat.data.random import PassKey
-from mpistrat.data.shuffle import Shuffle
+from mpistrat.data.transformations.shuffle import Shuffle
 from mpistrat.data.views import (
     Child,
     Part,
     View,
     borders_between,
+    permutes_rows,
     position_borders,
     position_layout,
+    unshuffled_rows,
 )
 from mpistrat.options import AutoShardPolicy
 

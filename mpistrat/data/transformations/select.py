@@ -12,10 +12,9 @@ import numpy as np
 
 from mpistrat.arrays import host_view
 from mpistrat.data.chunks import ChunkLayout
-from mpistrat.data.order import Block, Order
+from mpistrat.data.order import Block, Order, Reordering
 from mpistrat.data.pipeline import Pipeline
 from mpistrat.data.random import PassKey
-from mpistrat.data.transforms import Reordering
 from mpistrat.data.views import (
     Child,
     Part,
