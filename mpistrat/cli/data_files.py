@@ -22,7 +22,7 @@ from mpistrat.data.hdf5.filters import (
     name_of_filter,
 )
 from mpistrat.data.hdf5.linked_files import check_virtual_sources
-from mpistrat.data.hdf5.stored_types import READABLE, dtype_of, is_readable
+from mpistrat.data.hdf5.types import READABLE, dtype_of, is_readable
 from mpistrat.data.transformations.shuffle import WINDOW_BYTES, Partitions
 from mpistrat.errors import DataError
 from mpistrat.system.text import readable_size

@@ -15,7 +15,7 @@ import numpy as np
 
 from mpistrat.data.hdf5.catalog import Catalog
 from mpistrat.data.hdf5.files import OpenFiles
-from mpistrat.data.hdf5.storage import Storage
+from mpistrat.data.hdf5.layouts import Storage
 from mpistrat.native import native_library
 
 

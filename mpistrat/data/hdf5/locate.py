@@ -1,4 +1,4 @@
-"""Located fields: what each field is in one file, and how many examples it has there."""
+"""Locating fields: what each field is in one file, and how many examples it has there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mpistrat.data.hdf5.fields import Field, matches_path, parts_of, what_is_the
 from mpistrat.data.hdf5.filters import install_filter, missing_filters
 from mpistrat.data.hdf5.linked_files import other_files, warn_of_files_elsewhere
 from mpistrat.data.hdf5.listing import Listing, list_matches
-from mpistrat.data.hdf5.stored_types import (
+from mpistrat.data.hdf5.types import (
     READABLE,
     Leaf,
     UnreadableType,
