@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.checkpoint import raw_io, restore_values, shards
+from mpistrat.checkpoint import raw_io, read, shards
 
 LARGE = 2**16
 """Elements of the variables that ranks share: 256 KiB of float32."""
@@ -32,7 +32,7 @@ def blocks_read(monkeypatch):
         found.append((offset, piece.nbytes))
         read_at(handle, offset, piece)
 
-    for module in (restore_values, shards):
+    for module in (read, shards):
         monkeypatch.setattr(module, "read_at", spy)
     return found
 
@@ -59,13 +59,13 @@ def test_every_byte_is_verified_by_one_rank_and_read_in_place_by_all(
     path = make(strategy, 1)[0].write(mpi_tmp_path / "run.h5")
     checkpoint, variables = make(strategy, 20)
     verified = []
-    digest_in_file = restore_values.digest_in_file
+    digest_in_file = read.digest_in_file
 
     def noting(handle, offset, num_bytes, like):
         verified.append((offset, num_bytes))
         return digest_in_file(handle, offset, num_bytes, like)
 
-    monkeypatch.setattr(restore_values, "digest_in_file", noting)
+    monkeypatch.setattr(read, "digest_in_file", noting)
     memory = {name: variable._storage.ctypes.data for name, variable in variables.items()}
     checkpoint.restore(path).assert_consumed()
     assert holds(variables, 1)
@@ -123,14 +123,14 @@ def test_damage_that_several_ranks_find_is_one_error(strategy, mpi_tmp_path, mon
         first = {np.float32(1 + i).tobytes() * 9: i for i in numbers}
         data = path.read_bytes()
         begins = {data.find(values): i for values, i in first.items()}
-        read_at = restore_values.read_at
+        read_at = read.read_at
 
         def cut(handle, offset, piece):
             if any(begin <= offset < begin + 4 * LARGE for begin in begins):
                 offset += 2**40
             read_at(handle, offset, piece)
 
-        for module in (raw_io, restore_values, shards):
+        for module in (raw_io, read, shards):
             monkeypatch.setattr(module, "read_at", cut)
     strategy.extended._collectives.gather_json(None)
     open_before = len(os.listdir("/proc/self/fd"))
