@@ -48,7 +48,7 @@ from mpistrat.checkpoint.shards import (
     read_box,
     read_own,
 )
-from mpistrat.checkpoint.tensors import Box, LoadedShard
+from mpistrat.checkpoint.torch_hook import Box, LoadedShard
 from mpistrat.collectives.collectives import CollectiveCall, Collectives
 from mpistrat.errors import CheckpointCorruptError, CheckpointError
 from mpistrat.sharding import cut

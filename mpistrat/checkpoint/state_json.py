@@ -32,7 +32,7 @@ from mpistrat.checkpoint.json_marks import (
     Mark,
     marked,
 )
-from mpistrat.checkpoint.tensors import TensorArray, holds_tensors, tensor_library
+from mpistrat.checkpoint.torch_hook import TensorArray, holds_tensors, tensor_library
 from mpistrat.pytorch import is_tensor
 
 _DICTS = (collections.OrderedDict, collections.Counter)
