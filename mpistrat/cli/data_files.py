@@ -27,6 +27,7 @@ from mpistrat.errors import DataError
 from mpistrat.system.text import readable_size
 
 _COLUMNS = ("data set", "shape", "dtype", "layout", "chunk", "filters", "size", "stored")
+
 _WITH_LEVEL = {"gzip", "zstd"}
 
 _HDF5_ERRORS = (OSError, RuntimeError, KeyError, ValueError, TypeError)

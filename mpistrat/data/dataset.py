@@ -16,7 +16,6 @@ from mpistrat.data.hdf5.fields import Field
 from mpistrat.data.hdf5.source import Hdf5Source
 from mpistrat.data.iterators import ElementIterator, Position
 from mpistrat.data.order import SameOrder, Transformation
-from mpistrat.data.parallel_map import AUTOTUNE
 from mpistrat.data.pipeline import Pipeline, Prefetch
 from mpistrat.data.sources.memory import ArraySource, CountSource, GeneratorSource, RangeSource
 from mpistrat.data.sources.user import UserSource, refuse_lazy_arrays
@@ -31,7 +30,7 @@ from mpistrat.data.transformations.cache import Cached, size_in_bytes
 from mpistrat.data.transformations.concatenate import Concatenated
 from mpistrat.data.transformations.filter import Filtered
 from mpistrat.data.transformations.ignore_errors import ValidElements
-from mpistrat.data.transformations.map import Map, wrapped
+from mpistrat.data.transformations.map import AUTOTUNE, Map, wrapped
 from mpistrat.data.transformations.pad import PaddedBatch, RaggedBatch
 from mpistrat.data.transformations.repeat import Repeat
 from mpistrat.data.transformations.sample import (

@@ -1,4 +1,4 @@
-"""Distributed data sets, and the part of them that each rank has."""
+"""Distributed datasets, and the part of them that each rank has."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ from mpistrat.data.random import PassKey, PassStream
 
 ENDLESS = -1
 UNKNOWN = -2
+
 Block = np.ndarray
 """A one-dimensional array of items: int64 numbers of examples, or objects."""
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mpistrat.arrays import Device
-from mpistrat.data.distributed import distribute
+from mpistrat.data.distribute import distribute
 from mpistrat.layout import Layout
 from tests.helpers import outside_mpiexec
 

@@ -149,6 +149,7 @@ _TASK_BYTES = 2**22
 """Chunks are decoded several at a time: handing a task over, and waiting for it, takes time."""
 
 _ABSENT = -1
+
 _ONE = np.int32(1)
 """Of the dtype of the counts, or NumPy would convert at each row."""
 

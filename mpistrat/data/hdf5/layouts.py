@@ -199,6 +199,7 @@ _MIN_BLOCK_BYTES, _MAX_BLOCK_BYTES = 2**15, 2**18
 small files well."""
 
 _BLOCKS_PER_FILE = 512
+
 _MIN_RUN_BYTES, _MAX_STRIDED_BYTES = 2**10, 2**24
 """Along another axis than the first, one row lies in many pieces, which are as long as this where
 the block stays small enough."""

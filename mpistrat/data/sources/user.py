@@ -16,10 +16,10 @@ from mpistrat import arrays, nests
 from mpistrat.arguments import as_integer
 from mpistrat.data.chunks import ChunkLayout
 from mpistrat.data.order import Block, PlainSource
-from mpistrat.data.parallel_map import cores_of_rank
 from mpistrat.data.random import PassStream
 from mpistrat.data.spec import ArraySpec, fitted, spec_of
 from mpistrat.errors import DataError
+from mpistrat.mpi.launcher import cores_of_rank
 from mpistrat.system.threads import clean_up
 
 _MAX_THREADS = 8

@@ -1,4 +1,4 @@
-"""Distributing data sets: checked on every rank, refused on all if refused on one."""
+"""Distribution of datasets: checked on every rank, refused on all if refused on one."""
 
 from __future__ import annotations
 
