@@ -13,10 +13,12 @@ import re
 import resource
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from mpistrat.errors import DataError
 from mpistrat.system.files import affixes, replace_file
 
 _BYTES_WORTH_ALIGNING = 2**18
@@ -208,6 +210,50 @@ def open_for_reading(
         return h5py().File(path, "r", swmr=True) if swmr else h5py().File(path, "r")
     except OSError as reason:
         raise error(_explain(Path(path), reason)) from reason
+
+
+# HDF5 returns wrong rows if a file that is being written (SWMR) is open twice and one handle is
+# refreshed. So all readers of a file share one handle, which nothing refreshes: it is closed with
+# the last of them, and the next reader finds the rows that were written since.
+_live_lock = threading.Lock()
+_live_handles: dict[str, tuple[Any, int]] = {}
+"""Open files and how many use them, by path."""
+
+
+def open_file(path: str, is_live: bool) -> Any:
+    """Return an open file; readers of a live file share it. Pass it to `close_file` at the end."""
+    if not is_live:
+        return open_for_reading(path, DataError)
+    key = os.path.realpath(path)
+    with _live_lock:
+        file, num_users = _live_handles.get(key, (None, 0))
+        if file is None:
+            file = open_for_reading(path, DataError, swmr=True)
+        _live_handles[key] = file, num_users + 1
+    return file
+
+
+def close_file(path: str, file: Any, is_live: bool) -> None:
+    """Close a file that `open_file` has returned, a live one after its last use."""
+    if is_live:
+        key = os.path.realpath(path)
+        with _live_lock:
+            num_users = _live_handles[key][1] - 1
+            if num_users:
+                _live_handles[key] = file, num_users
+                return
+            del _live_handles[key]
+    file.close()
+
+
+@contextlib.contextmanager
+def opened_for_reading(path: str, is_live: bool) -> Iterator[Any]:
+    """Open a file within the ``with`` block."""
+    file = open_file(path, is_live)
+    try:
+        yield file
+    finally:
+        close_file(path, file, is_live)
 
 
 def _explain_absence(path: Path) -> str:

@@ -47,7 +47,7 @@ def register_tensors(load: Callable[[], Any]) -> None:
 
 
 def tensor_library() -> Any:
-    """Return the `mpistrat.checkpoint.tensors.TensorLibrary`; PyTorch must be installed."""
+    """Return the `mpistrat.checkpoint.torch_hook.TensorLibrary`; PyTorch must be installed."""
     return _load_library[0]()
 
 

@@ -33,24 +33,24 @@ Graph = Mapping[str, set[str]]
 Limit = int | tuple[int, int]
 
 LIMITS: dict[str, Limit] = {
-    "files": 346,
-    "lines": 70_400,
+    "files": 332,
+    "lines": 70_300,
     "longest file, code": 400,
     "median file": (150, 220),
     "loose modules": 22,
     "exported names": 180,
     "comments, per mille": (12, 1000),
     "private attributes of others": 490,
-    "names in several folders": 23,
+    "names in several folders": 22,
     "circles of files": 0,
     "circles of folders": 0,
     "step: files": 18,
     "step: changes of file": 40,
-    "restore: files": 37,
+    "restore: files": 35,
     "restore: agreement rounds": 6,
-    "write: files": 38,
+    "write: files": 37,
     "write: agreement rounds": 3,
-    "batch: files": 20,
+    "batch: files": 19,
 }
 """The largest value of each figure; for a pair, the smallest too."""
 

@@ -19,7 +19,7 @@ from mpistrat.checkpoint.format import VARIABLES, Header
 from mpistrat.checkpoint.ownership import Writers
 from mpistrat.checkpoint.raw_io import SharedCopies, copy_to_host
 from mpistrat.checkpoint.reader import open_checkpoint
-from mpistrat.checkpoint.root_file import RootWork
+from mpistrat.checkpoint.write import RootWork
 from mpistrat.checkpoint.writer import BufferLifetime, Item, create_checkpoint
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.errors import CheckpointError

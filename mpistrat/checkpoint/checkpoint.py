@@ -10,11 +10,9 @@ from typing import Any, TypeVar
 
 from mpistrat.checkpoint.collect import StateCollector
 from mpistrat.checkpoint.object_graph import check_can_hold_state, walk
-from mpistrat.checkpoint.parallel_write import ParallelWriting
 from mpistrat.checkpoint.ranks import collectives_for
 from mpistrat.checkpoint.restore import RestoreStatus, restore
-from mpistrat.checkpoint.root_file import file_of_root
-from mpistrat.checkpoint.sharded_write import ShardedWriting
+from mpistrat.checkpoint.write import ParallelWriting, ShardedWriting, file_of_root
 from mpistrat.system.migration import hint_for
 from mpistrat.system.text import brief, html_table
 from mpistrat.tracing.spans import spanned

@@ -34,7 +34,7 @@ from mpistrat.checkpoint.replica_state import (
     gather_states,
 )
 from mpistrat.checkpoint.state_json import SplitState, split_state
-from mpistrat.checkpoint.tensors import Box, TensorArray, TensorState
+from mpistrat.checkpoint.torch_hook import Box, TensorArray, TensorState
 from mpistrat.checkpoint.writer import (
     BufferLifetime,
     Item,

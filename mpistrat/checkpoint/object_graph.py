@@ -16,7 +16,7 @@ import numpy as np
 from mpistrat.arrays import Array, host_view, is_array, namespace_of
 from mpistrat.checkpoint.format import check_path
 from mpistrat.checkpoint.state_json import SplitState, split_state
-from mpistrat.checkpoint.tensors import TensorState, tensor_state
+from mpistrat.checkpoint.torch_hook import TensorState, tensor_state
 from mpistrat.trackable import Dependent, Reach, Trackable, has_attributes, walk_objects
 from mpistrat.variables import Variable
 

@@ -20,7 +20,7 @@ from mpistrat import context, hdf5
 from mpistrat.checkpoint.format import FORMAT, VARIABLES, Header
 from mpistrat.checkpoint.nodes import read_attribute
 from mpistrat.checkpoint.object_graph import Tree
-from mpistrat.checkpoint.tensors import world_strategy
+from mpistrat.checkpoint.torch_hook import world_strategy
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.errors import CheckpointError
 from mpistrat.mpi.launcher import find_launcher, is_one_of_several, unconnected_task

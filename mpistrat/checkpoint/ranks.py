@@ -15,7 +15,7 @@ from mpistrat.arrays import Device
 from mpistrat.checkpoint.drift import check_drift_option
 from mpistrat.checkpoint.object_graph import Tree
 from mpistrat.checkpoint.replica_state import PerReplicaState
-from mpistrat.checkpoint.tensors import world_strategy
+from mpistrat.checkpoint.torch_hook import world_strategy
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.errors import CheckpointError, ContextError
 from mpistrat.mpi.launcher import is_one_of_several

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.checkpoint.components import keep_components, load_components, read_components
 from mpistrat.checkpoint.deferred import (
     Restoration,
     Shape,
+    StateLoading,
     attach_slots,
     check_shapes,
     deferred_slots,
@@ -24,16 +24,20 @@ from mpistrat.checkpoint.deferred import (
     make_slots,
     no_shards,
 )
-from mpistrat.checkpoint.load_state import StateLoading
 from mpistrat.checkpoint.object_graph import Tree, walk
 from mpistrat.checkpoint.ranks import agree_on_path, collectives_for
-from mpistrat.checkpoint.replica_state import assign_replicas
-from mpistrat.checkpoint.restore_values import (
+from mpistrat.checkpoint.read import (
     SharedFile,
     Values,
     broadcast_array,
     load_variables,
     open_together,
+)
+from mpistrat.checkpoint.replica_state import (
+    assign_replicas,
+    keep_components,
+    load_components,
+    read_components,
 )
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.errors import CheckpointCorruptError, _UnmatchedPathsError

@@ -17,7 +17,7 @@ import numpy as np
 from mpistrat.arrays import is_on_host
 from mpistrat.checkpoint.digests import ArrayDigest, hasher_like
 from mpistrat.checkpoint.raw_io import BYTES_WORTH_A_THREAD, read_at, write_at
-from mpistrat.checkpoint.tensors import Box
+from mpistrat.checkpoint.torch_hook import Box
 from mpistrat.checkpoint.writer import CheckpointWriter, Item, explaining
 from mpistrat.errors import CheckpointError
 from mpistrat.options import VariableSynchronization

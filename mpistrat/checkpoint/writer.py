@@ -29,7 +29,7 @@ from mpistrat.checkpoint.raw_io import (
     pieces_on_host,
     write_at,
 )
-from mpistrat.checkpoint.tensors import TensorArray
+from mpistrat.checkpoint.torch_hook import TensorArray
 from mpistrat.errors import CheckpointError
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from mpistrat import hdf5, sharding
-from mpistrat.cli.file_objects import HDF5_ERRORS, objects_of
 from mpistrat.cli.output import print_error, print_json, print_line, print_table
 from mpistrat.data.hdf5.filters import (
     install_filter,
@@ -22,14 +21,17 @@ from mpistrat.data.hdf5.filters import (
     name_of_filter,
 )
 from mpistrat.data.hdf5.linked_files import check_virtual_sources
-from mpistrat.data.hdf5.stored_types import READABLE, dtype_of, is_readable
-from mpistrat.data.shuffle import WINDOW_BYTES, Partitions
+from mpistrat.data.hdf5.types import READABLE, dtype_of, is_readable
+from mpistrat.data.transformations.shuffle import WINDOW_BYTES, Partitions
 from mpistrat.errors import DataError
 from mpistrat.system.text import readable_size
 
 _COLUMNS = ("data set", "shape", "dtype", "layout", "chunk", "filters", "size", "stored")
 
 _WITH_LEVEL = {"gzip", "zstd"}
+
+_HDF5_ERRORS = (OSError, RuntimeError, KeyError, ValueError, TypeError)
+"""The errors that h5py raises if an object is damaged."""
 
 
 def inspect_data(arguments: argparse.Namespace) -> int:
@@ -52,13 +54,13 @@ def inspect_data(arguments: argparse.Namespace) -> int:
 
 
 def _content(path: str, file: Any) -> dict[str, Any]:
-    found, damaged = objects_of(file)
+    found, damaged = _objects_of(file)
     datasets = {}
     for name, each in found.items():
         if not isinstance(each, str):
             try:
                 datasets[name] = _describe(each)
-            except HDF5_ERRORS as reason:
+            except _HDF5_ERRORS as reason:
                 damaged[name] = hdf5.error_text(reason)
     lines, command = advice(path, datasets)
     if damaged:
@@ -182,16 +184,21 @@ _Described = Mapping[str, Mapping[str, Any]]
 
 _CHUNK_BYTES = 256 * 2**10
 """Small enough that a window of chunks mixes well, large enough that a disk is kept busy."""
+
 _MIN_CHUNK_BYTES = 16 * 2**10
 """Smaller chunks cost more to find than to decode."""
+
 _MAX_CHUNK_BYTES = 2**32
 """HDF5 allows only smaller ones."""
+
 _MANY_CHUNKS = 1000
 _TYPICAL_BATCH = 256
 _FEW_PARTITIONS = 4
 """Fewer keep small jobs from sharing the work."""
+
 _MIN_MIXED = 16
 """Fewer chunks in a window leave neighbours together."""
+
 _MAX_NAMES = 4
 """How many names one line shows."""
 
@@ -368,3 +375,64 @@ def _command(path: str, datasets: _Described, options: list[str]) -> str:
 def _names(names: Iterable[str]) -> str:
     first, rest = list(names)[:_MAX_NAMES], list(names)[_MAX_NAMES:]
     return ", ".join(first) + (f" and {len(rest)} more" if rest else "")
+
+
+def _objects_of(file: Any) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the datasets and links of a file, and why other objects cannot be opened.
+
+    Each dataset is under its first name, and a link is the text of its target, not followed.
+    """
+    h5py = hdf5.h5py()
+    seen = {_address(file.id): "/"}
+    found: dict[str, Any] = {}
+    damaged: dict[str, str] = {}
+    # Depth first, by name, as HDF5's tools do: h5repack names an object by the name it meets first.
+    # Not by H5Lvisit, which ends at the first object that it cannot open.
+    waiting = [(b"", file.id)]
+    while waiting:
+        prefix, group = waiting.pop()
+        if prefix:
+            try:
+                entry = _entry(group, prefix.rpartition(b"/")[2], seen, _text(prefix))
+            except _HDF5_ERRORS as reason:
+                damaged[_text(prefix)] = hdf5.error_text(reason)
+                continue
+            if not isinstance(entry, h5py.h5g.GroupID):
+                if entry is not None:
+                    found[_text(prefix)] = entry
+                continue
+            group, prefix = entry, prefix + b"/"
+        names: list[bytes] = []  # which need not be UTF-8
+        try:
+            group.links.iterate(names.append)
+        except _HDF5_ERRORS as reason:
+            damaged[_text(prefix) or "/"] = hdf5.error_text(reason)
+        waiting += [(prefix + name, group) for name in reversed(names)]
+    return found, damaged
+
+
+def _entry(group: Any, name: bytes, seen: dict[int, str], path: str) -> Any:
+    """Return the group, the dataset or the text of a link under a name, ``None`` for a type."""
+    h5py, links = hdf5.h5py(), group.links
+    kind = links.get_info(name).type
+    if kind == h5py.h5l.TYPE_SOFT:
+        return f"link to {_text(links.get_val(name))}"
+    if kind == h5py.h5l.TYPE_EXTERNAL:
+        filename, target_path = map(_text, links.get_val(name))
+        return f"link to {target_path} of {filename}"
+    target = h5py.h5o.open(group, name)
+    address = _address(target)
+    if address in seen:
+        return f"another name of {seen[address]}"
+    seen[address] = path
+    if isinstance(target, h5py.h5d.DatasetID):
+        return h5py.Dataset(target)
+    return target if isinstance(target, h5py.h5g.GroupID) else None
+
+
+def _text(name: bytes) -> str:
+    return name.decode(errors="backslashreplace")
+
+
+def _address(found: Any) -> int:
+    return int(hdf5.h5py().h5o.get_info(found).addr)

@@ -12,11 +12,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mpistrat.cli.killed import explain_killed, killing_signal
 from mpistrat.cli.output import Command, print_error, print_note
 from mpistrat.errors import LaunchError
 from mpistrat.mpi.launcher import find_launcher
@@ -29,6 +28,7 @@ from mpistrat.system.processes import descendants, prctl, send_signal
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _USAGE = 2
 """What argparse exits with. Python does too where it cannot open the program."""
+
 _PREEMPTED = 75
 """`PreemptionCheckpointHandler.EXIT_CODE`: the job has saved because it was asked to end."""
 
@@ -130,11 +130,11 @@ def _run(arguments: argparse.Namespace) -> int:
         if code in (0, _USAGE, _PREEMPTED) or asked_to_end:
             return code
         failed = f"The job failed with {_described(code)} after {time.monotonic() - began:.1f} s"
-        sign = killing_signal(code, job.family)
+        sign = _killing_signal(code, job.family)
         if sign is not None and restart == arguments.restarts:
             folders = [".", *(text.rpartition("=")[2] for text in arguments.arguments)]
             can_restart = not arguments.restarts
-            print_error("run", explain_killed(code, sign, folders, began_at_s, can_restart))
+            print_error("run", _explain_killed(code, sign, folders, began_at_s, can_restart))
         if restart < arguments.restarts:
             print_note("run", f"{failed}: restart {restart + 1} of {arguments.restarts}.")
         elif restart:
@@ -303,8 +303,10 @@ _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, sign
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _END_WITH_PARENT, _ADOPT_ORPHANS = 1, 36
 """PR_SET_PDEATHSIG and PR_SET_CHILD_SUBREAPER of Linux."""
+
 _LEAVING_S = 2.0
 """For ranks to end after their mpiexec."""
+
 _FROM_TERMINAL = 0x80
 """SI_KERNEL of Linux: all processes in the foreground get the signal."""
 
@@ -363,6 +365,77 @@ def _blocked(*signals: signal.Signals) -> Iterator[set[int]]:
         yield set(mask)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+_CHECKPOINTS = "checkpoint-*.h5"
+_MAX_FOLDERS = 2000
+_MAX_DEPTH = 3
+"""So many folders, and so deep, are searched for the newest checkpoint of a killed job."""
+
+_CRASHES = (
+    *(signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE),
+    *(signal.SIGILL, signal.SIGTERM),
+)
+_CAUSES = {
+    signal.SIGKILL: "the node ran out of memory",
+    signal.SIGBUS: "/dev/shm is full, or the disk of a file that is mapped",
+}
+
+
+def _killing_signal(code: int, family: str) -> signal.Signals | None:
+    """Return the signal that ended a rank, by the exit code of a launcher of an MPI `family`."""
+    # MPICH's mpiexec returns the number of the signal, the others and shells add 128.
+    number = code - 128 if code > 128 else code if family == "MPICH" else 0
+    try:
+        found = signal.Signals(number)
+    except ValueError:
+        return None
+    return found if code > 128 or found in _CRASHES else None
+
+
+def _explain_killed(
+    code: int, sign: signal.Signals, folders: Iterable[str], began_s: float, can_restart: bool
+) -> str:
+    """Return one line: the signal, its probable cause, the newest checkpoint, and the remedy."""
+    own = "" if code > 128 else f", unless exit code {code} is the program's own"
+    cause = f", probably because {_CAUSES[sign]}" if sign in _CAUSES else ""
+    newest = _newest_checkpoint(folders, began_s)
+    resumes = f"The newest checkpoint is {newest}." if newest else "No new checkpoint was found."
+    remedy = (
+        " With --restarts K it is started again, up to K times, and resumes if the program calls "
+        "CheckpointManager.restore_or_initialize()."
+    )
+    return f"a rank was killed by {sign.name}{cause}{own}. {resumes}{remedy if can_restart else ''}"
+
+
+def _newest_checkpoint(folders: Iterable[str], began_s: float) -> Path | None:
+    """Return the newest file of a `CheckpointManager` below `folders` written since `began_s`."""
+    found: list[tuple[float, Path]] = []
+    for folder in _folders_below(folders):
+        for path in folder.glob(_CHECKPOINTS):
+            try:
+                changed_s = path.stat().st_mtime
+            except OSError:
+                continue
+            if changed_s >= began_s:
+                found.append((changed_s, path))
+    return max(found)[1] if found else None
+
+
+def _folders_below(folders: Iterable[str]) -> Iterator[Path]:
+    """Yield the folders, and those within them, as far as a quick look gets."""
+    waiting = [(Path(each), 0) for each in dict.fromkeys(folders) if os.path.isdir(each)]
+    for _ in range(_MAX_FOLDERS):
+        if not waiting:
+            return
+        folder, depth = waiting.pop(0)
+        yield folder
+        if depth < _MAX_DEPTH:
+            try:
+                inner = [e for e in os.scandir(folder) if e.is_dir(follow_symlinks=False)]
+            except OSError:
+                continue
+            waiting += [(Path(e.path), depth + 1) for e in inner if not e.name.startswith(".")]
 
 
 COMMAND = Command(

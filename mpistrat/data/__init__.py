@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, NoReturn
 from mpistrat.data.dataset import Dataset
 from mpistrat.data.distributed_dataset import DistributedDataset
 from mpistrat.data.hdf5.fields import Field
-from mpistrat.data.parallel_map import AUTOTUNE
 from mpistrat.data.random import example_rng, example_rngs
 from mpistrat.data.spec import ArraySpec
+from mpistrat.data.transformations.map import AUTOTUNE
 from mpistrat.options import AutoShardPolicy
 from mpistrat.ragged import Ragged
 

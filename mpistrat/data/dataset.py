@@ -11,29 +11,42 @@ import numpy as np
 
 from mpistrat import nests
 from mpistrat.arguments import as_bool, as_integer
-from mpistrat.data.batching import Batch, Enumerate, Unbatch, WholeBatches, refuse_numbered, wrapped
-from mpistrat.data.cache import Cached, size_in_bytes
-from mpistrat.data.combining import Concatenated, Zipped
-from mpistrat.data.errors import Sound
-from mpistrat.data.filtering import Filtered
 from mpistrat.data.fingerprint import position_layout
 from mpistrat.data.hdf5.fields import Field
 from mpistrat.data.hdf5.source import Hdf5Source
 from mpistrat.data.iterators import ElementIterator, Position
-from mpistrat.data.order import Transformation
-from mpistrat.data.padded_batch import PaddedBatch, RaggedBatch
-from mpistrat.data.parallel_map import AUTOTUNE
-from mpistrat.data.pipeline import Pipeline
-from mpistrat.data.rows import Rows
-from mpistrat.data.sampling import Mixed, SampleBatches, Sampled, Weights, checked_weights
-from mpistrat.data.selecting import Indices, SelectBatches, Selected
-from mpistrat.data.shuffle import Shuffle
-from mpistrat.data.sources import ArraySource, CountSource, GeneratorSource, RangeSource
-from mpistrat.data.streams import view_or_stream
-from mpistrat.data.transforms import Map, Prefetch, Repeat, SameOrder, Shard, Skip, Take
-from mpistrat.data.user_source import UserSource, refuse_lazy_arrays
-from mpistrat.data.views import View
-from mpistrat.data.windows import Windowed
+from mpistrat.data.order import SameOrder, Transformation
+from mpistrat.data.pipeline import Pipeline, Prefetch
+from mpistrat.data.sources.memory import ArraySource, CountSource, GeneratorSource, RangeSource
+from mpistrat.data.sources.user import UserSource, refuse_lazy_arrays
+from mpistrat.data.transformations.batch import (
+    Batch,
+    Enumerate,
+    Unbatch,
+    WholeBatches,
+    refuse_numbered,
+)
+from mpistrat.data.transformations.cache import Cached, size_in_bytes
+from mpistrat.data.transformations.concatenate import Concatenated
+from mpistrat.data.transformations.filter import Filtered
+from mpistrat.data.transformations.ignore_errors import ValidElements
+from mpistrat.data.transformations.map import AUTOTUNE, Map, wrapped
+from mpistrat.data.transformations.pad import PaddedBatch, RaggedBatch
+from mpistrat.data.transformations.repeat import Repeat
+from mpistrat.data.transformations.sample import (
+    Mixed,
+    SampleBatches,
+    Sampled,
+    Weights,
+    checked_weights,
+)
+from mpistrat.data.transformations.select import Indices, SelectBatches, Selected
+from mpistrat.data.transformations.shuffle import Shuffle
+from mpistrat.data.transformations.take import Shard, Skip, Take
+from mpistrat.data.transformations.unbatch import Rows
+from mpistrat.data.transformations.window import Windowed
+from mpistrat.data.transformations.zip import Zipped
+from mpistrat.data.views import View, view_or_stream
 from mpistrat.options import AutoShardPolicy
 from mpistrat.system.hints import HintedType
 from mpistrat.user_warnings.whole_batches import note_batch
@@ -958,7 +971,7 @@ class Dataset(metaclass=HintedType):
                 "ignore_errors finds the elements that can be made before the first pass, so their "
                 "number must be known. Let the generator leave out what it cannot make."
             )
-        return self._from(Sound(self._pipeline.tolerant(), logs))
+        return self._from(ValidElements(self._pipeline.tolerant(), logs))
 
 
 def _unbatched(name: str, dataset: Any) -> Pipeline:

@@ -16,13 +16,10 @@ from typing import Any
 import numpy as np
 
 from mpistrat import nests
-from mpistrat.data.batching import Batch, Enumerate
-from mpistrat.data.mapping import Entry, GroupEnd, Mapper
-from mpistrat.data.numbering import Numbering
 from mpistrat.data.order import Block, Reader
 from mpistrat.data.random import PassKey, PassStream
-from mpistrat.data.stacking import Column, Columns, columns_of
-from mpistrat.data.transforms import Map
+from mpistrat.data.transformations.batch import Batch, Column, Columns, Enumerate, columns_of
+from mpistrat.data.transformations.map import Entry, GroupEnd, Map, Mapper, Numbering
 from mpistrat.errors import DataError
 
 _READ_AHEAD = 256

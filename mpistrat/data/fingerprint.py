@@ -8,10 +8,9 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mpistrat.data.pipeline import Pipeline, numbered_steps
-from mpistrat.data.sources import ArraySource
+from mpistrat.data.pipeline import Pipeline, Prefetch, numbered_steps
+from mpistrat.data.sources.memory import ArraySource
 from mpistrat.data.spec import describe
-from mpistrat.data.transforms import Prefetch
 from mpistrat.errors import DataError
 from mpistrat.options import AutoShardPolicy
 from mpistrat.system.text import rank_list, ranks_by_value

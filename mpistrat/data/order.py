@@ -164,6 +164,55 @@ class Transformation(Protocol):
         """Return the items at `positions` of the pass `key`."""
 
 
+class Reordering(Transformation):
+    """A transformation of the order: what most of these have in common."""
+
+    num_repetitions = 1
+
+    @property
+    def depends_on_pass(self) -> bool:
+        """Whether the items leave in a different order in each pass."""
+        return False
+
+    def length_of(self, upstream: Order) -> int:
+        """Return how many items leave where those of `upstream` enter."""
+        return self.length(upstream.length)
+
+    def rows(self, rows: range) -> range | None:
+        """Return ``None``: what leaves are no rows, or form no range."""
+        return None
+
+    def renumbered(self, number: int) -> int:
+        """Return the same number."""
+        return number
+
+    def at(self, upstream: Order, positions: np.ndarray, key: PassKey, known: KnownPasses) -> Block:
+        """Return the items at `positions` of the pass `key`. All are computed."""
+        return upstream.then(self).found_at(positions, key, known)
+
+
+class SameOrder(Reordering):
+    """A transformation of elements that leaves their order alone."""
+
+    def length(self, num_items: int) -> int:
+        """Return the same number."""
+        return num_items
+
+    def rows(self, rows: range) -> range | None:
+        """Return the same rows."""
+        return rows
+
+    def at(self, upstream: Order, positions: np.ndarray, key: PassKey, known: KnownPasses) -> Block:
+        """Return the items at `positions` of the pass `key`."""
+        return upstream.at(positions, key, known)
+
+    def blocks(
+        self, upstream: Order, key: PassKey, batch_size: int | None, start: int
+    ) -> Iterator[Block]:
+        """Return the items of the pass `key`, without the first `start`."""
+        return upstream.blocks(key, batch_size, start)
+
+
 class Source(Protocol):
     """Where examples come from."""
 

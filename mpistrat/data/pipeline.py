@@ -15,23 +15,23 @@ import numpy as np
 
 from mpistrat import sharding
 from mpistrat.arrays import Device
-from mpistrat.data.batching import Batch, Enumerate, Unbatch, wrapped
 from mpistrat.data.elements import ElementMaker, examples_to_read, look_ahead
-from mpistrat.data.numbering import Numbering
 from mpistrat.data.order import (
     ENDLESS,
     UNKNOWN,
     Block,
     Order,
     Reader,
+    SameOrder,
     Source,
     Transformation,
     span_of,
 )
 from mpistrat.data.random import PassStream
-from mpistrat.data.shuffle import Shuffle
 from mpistrat.data.spec import open_batch, spec_of, with_room_for_text
-from mpistrat.data.transforms import Map, Prefetch, SameOrder
+from mpistrat.data.transformations.batch import Batch, Enumerate, Unbatch
+from mpistrat.data.transformations.map import Map, Numbering, wrapped
+from mpistrat.data.transformations.shuffle import Shuffle
 from mpistrat.errors import DataError
 from mpistrat.system.threads import in_background
 
@@ -65,6 +65,13 @@ def _as_call(transformation: Transformation) -> str:
 def numbered_steps(transformations: Iterable[Transformation]) -> list[str]:
     """Return each as a text that ranks compare."""
     return [f"{each!r} as step {number}" for number, each in enumerate(transformations, 1)]
+
+
+@dataclass(frozen=True)
+class Prefetch(SameOrder):
+    """Up to `num_elements` elements prepared ahead, in a thread."""
+
+    num_elements: int
 
 
 @dataclass(frozen=True)

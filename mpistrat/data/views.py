@@ -1,11 +1,14 @@
-"""Views: sources whose examples are made of elements of other data sets, read at random.
+"""Views: sources whose examples are made of elements of other datasets, read at random.
 
-A view is a function from the number of an example to positions in the data sets below it. So they
-keep their own readers, and a shuffle of the view moves numbers only.
+A view is a function from the number of an example to positions in the datasets below it. So these
+keep their own readers, and a shuffle of the view moves only numbers. If the length of a dataset
+below is unknown, as of a generator, a `Stream` replaces the view: each rank makes all examples one
+after the other, and keeps those of its slices.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -19,15 +22,23 @@ from mpistrat import nests
 from mpistrat.data.chunks import ChunkLayout
 from mpistrat.data.order import (
     ENDLESS,
+    UNKNOWN,
     Block,
     KnownPasses,
+    PlainSource,
     Reader,
+    SameOrder,
+    Source,
     blocks_of_range,
+    skip_items,
     span_of,
 )
 from mpistrat.data.pipeline import Pipeline
 from mpistrat.data.random import PassKey, PassStream
-from mpistrat.data.stacking import columns_of
+from mpistrat.data.sources.memory import GeneratorSource
+from mpistrat.data.transformations.batch import Batch, columns_of
+from mpistrat.data.transformations.repeat import Repeat
+from mpistrat.data.transformations.shuffle import Shuffle
 from mpistrat.system.threads import clean_up
 
 _ENDLESS_BLOCK = 2**12
@@ -376,3 +387,100 @@ def no_fixed_files(calls: str) -> ValueError:
 def borders_between(files: np.ndarray) -> np.ndarray:
     """Return where the number of the file is another one than before."""
     return np.flatnonzero(np.diff(files)) + 1
+
+
+def permutes_rows(pipeline: Pipeline) -> bool:
+    """Return whether shuffles do not choose which rows of the source are left."""
+    is_shuffled = not pipeline.source.is_in_order
+    for each in pipeline.transformations:
+        if isinstance(each, Shuffle):
+            is_shuffled = True
+        elif isinstance(each, Batch | Repeat) or (is_shuffled and not isinstance(each, SameOrder)):
+            return False
+    return True
+
+
+def unshuffled_rows(pipeline: Pipeline) -> range | None:
+    """Return the rows of elements without the shuffles; ``None`` where these choose the rows."""
+    length = pipeline.source.num_examples
+    if length < 0 or not permutes_rows(pipeline):
+        return None
+    rows: range | None = range(length)
+    for each in pipeline.transformations:
+        if rows is not None and not isinstance(each, Shuffle):
+            rows = each.rows(rows)
+    return rows
+
+
+def view_or_stream(view: View) -> Source:
+    """Return `view`, or the stream of its examples where they cannot be read at random."""
+    return Stream(view) if any(child.source.is_stream for child in view.children) else view
+
+
+class Stream(PlainSource):
+    """The examples of a view, made one after the other."""
+
+    lookahead_rows = 0
+    is_stream = True
+    layout: ChunkLayout | None = None
+    num_examples = UNKNOWN
+
+    def __init__(self, view: View) -> None:
+        self._view = view
+        self.kind = view.kind
+        self.num_maps = view.num_maps
+
+    def __repr__(self) -> str:
+        return repr(self._view)
+
+    @property
+    def streamed(self) -> tuple[Pipeline, ...]:
+        """The datasets whose elements it combines."""
+        return self._view.children
+
+    @property
+    def order_entries(self) -> list[str]:
+        """What decides the order of each data set."""
+        return self._view.child_entries
+
+    @property
+    def element_spec(self) -> Any:
+        """The nest of `ArraySpec` of one example."""
+        return self._view.element_spec
+
+    @cached_property
+    def _checked(self) -> GeneratorSource:
+        """What checks and stacks examples."""
+        return GeneratorSource(tuple, self.element_spec)
+
+    def blocks(self, key: PassKey, batch_size: int | None, start: int) -> Iterator[Block]:
+        """Return one item for each example of the pass `key` from `start` on."""
+        return skip_items(self._blocks(key), start)
+
+    def _blocks(self, key: PassKey) -> Iterator[Block]:
+        first_map = 0
+        with contextlib.ExitStack() as stack:
+            elements = []
+            for child in self._view.children:
+                stream = PassStream(key, child.branch, first_map, (), self._view.is_fixed)
+                own = stack.enter_context(contextlib.closing(child.stream_elements(stream)))
+                elements.append(own)
+                first_map += child.num_maps
+            for number, element in enumerate(self._view.streamed(elements)):
+                item = np.empty(1, object)
+                item[0] = self._checked.example(element, number)
+                yield item
+
+    def expect(self, block: Block) -> None:
+        """Nothing to prepare: the items are the examples."""
+
+    def open(self, window_rows: int, stream: PassStream) -> Stream:
+        """Return the source itself: its items are the examples."""
+        return self
+
+    def read(self, block: Block) -> Any:
+        """Return the examples of `block`, stacked."""
+        return self._checked.read(block)
+
+    def close(self) -> None:
+        """Nothing to release."""

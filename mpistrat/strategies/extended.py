@@ -516,7 +516,7 @@ class StrategyExtended(ExtendedV1):
         self, dataset: Dataset, options: InputOptions | None
     ) -> DistributedDataset:
         """Split each global batch over replicas. **Collective**."""
-        from mpistrat.data.distributed import distribute  # programs without data need none of it
+        from mpistrat.data.distribute import distribute  # programs without data need none of it
 
         context.require_cross_replica(self._container, "experimental_distribute_dataset")
         return self._owned(
@@ -527,7 +527,7 @@ class StrategyExtended(ExtendedV1):
         self, dataset_fn: Callable[[InputContext], Dataset], options: InputOptions | None
     ) -> DistributedDataset:
         """Make one distributed data set of each rank's own. **Collective**."""
-        from mpistrat.data.distributed import distribute_from_function
+        from mpistrat.data.distribute import distribute_from_function
 
         context.require_cross_replica(self._container, "distribute_datasets_from_function")
         made = distribute_from_function(

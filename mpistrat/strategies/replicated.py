@@ -247,7 +247,7 @@ class ReplicatedExtended(StrategyExtended):
         return self._joined_datasets(self._group.each(lambda: make(dataset_fn, options)))
 
     def _joined_datasets(self, datasets: Sequence[DistributedDataset]) -> DistributedDataset:
-        from mpistrat.data.replicated import ReplicatedDataset
+        from mpistrat.data.distributed_dataset import ReplicatedDataset
 
         group = self._group
         return self._owned(

@@ -19,7 +19,7 @@ from mpistrat.checkpoint.json_marks import dump_json
 from mpistrat.checkpoint.ranks import checked_path, this_worker
 from mpistrat.checkpoint.shards import Room, digests_in_file, write_box
 from mpistrat.checkpoint.state_json import json_part
-from mpistrat.checkpoint.tensors import Box
+from mpistrat.checkpoint.torch_hook import Box
 from mpistrat.checkpoint.writer import explaining
 from mpistrat.errors import CheckpointError
 from mpistrat.torch.dcp_file import (

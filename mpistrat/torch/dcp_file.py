@@ -19,7 +19,7 @@ from mpistrat.checkpoint.object_graph import check_disjoint
 from mpistrat.checkpoint.ranks import Worker, divide_work, share_out
 from mpistrat.checkpoint.shards import Room, Written, sign
 from mpistrat.checkpoint.state_json import tensor_mark
-from mpistrat.checkpoint.tensors import world_strategy
+from mpistrat.checkpoint.torch_hook import world_strategy
 from mpistrat.checkpoint.writer import (
     CheckpointWriter,
     Item,

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mpistrat.checkpoint.tensors import Box, LoadedShard, TensorState
+from mpistrat.checkpoint.torch_hook import Box, LoadedShard, TensorState
 from mpistrat.torch.launching import backend_of
 from mpistrat.torch.stored import (
     FSDP1_ADVICE,
@@ -36,7 +36,7 @@ def _distributed_as(tensor: Any, own: Any) -> Any:
 
 
 class TorchTensors:
-    """What a checkpoint asks of PyTorch: see `mpistrat.checkpoint.tensors.TensorLibrary`."""
+    """What a checkpoint asks of PyTorch: see `mpistrat.checkpoint.torch_hook.TensorLibrary`."""
 
     def state_of(self, value: object) -> TensorState | None:
         """Return an adapter for an object of PyTorch with state, ``None`` for others."""

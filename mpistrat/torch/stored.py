@@ -13,7 +13,7 @@ import torch
 
 from mpistrat.checkpoint.digests import digest_of_text
 from mpistrat.checkpoint.format import BITS_OF_FLOATS
-from mpistrat.checkpoint.tensors import Box
+from mpistrat.checkpoint.torch_hook import Box
 
 _PLAIN = {
     getattr(torch, name): np.dtype(name)
@@ -49,7 +49,7 @@ FSDP1_ADVICE = (
 
 
 class StoredTensor:
-    """A dense tensor on its way into a file: see `mpistrat.checkpoint.tensors.TensorArray`."""
+    """A dense tensor on its way into a file: see `mpistrat.checkpoint.torch_hook.TensorArray`."""
 
     def __init__(self, tensor: Any) -> None:
         self._tensor = tensor.detach()

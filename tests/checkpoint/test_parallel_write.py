@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.checkpoint import parallel_write
+from mpistrat.checkpoint import write as writing
 
 LARGE = 2**16
 """Elements of the variables that ranks share: 256 KiB of float32."""
@@ -45,14 +45,14 @@ def world(strategy):
 def blocks_written(monkeypatch):
     """Return the list of what this rank writes for itself from now on."""
     found = []
-    write_at = parallel_write.write_at
+    write_at = writing.write_at
 
     def spy(handle, offset, piece):
         if piece.size:
             found.append((offset, piece.nbytes))
         write_at(handle, offset, piece)
 
-    monkeypatch.setattr(parallel_write, "write_at", spy)
+    monkeypatch.setattr(writing, "write_at", spy)
     return found
 
 
@@ -109,7 +109,7 @@ def test_ranks_that_do_not_see_the_file_leave_it_to_the_others(
 
     with monkeypatch.context() as patch:
         if rank:
-            patch.setattr(parallel_write.os, "open", elsewhere)
+            patch.setattr(writing.os, "open", elsewhere)
         path = checkpoint.write(mpi_tmp_path / "run.h5", parallel=True)
     by_rank = collectives.gather_json(len(blocks_written))
     assert by_rank == [by_rank[0]] + [0] * (size - 1)
@@ -124,14 +124,14 @@ def fail_to_grow(patch):
 
 def write_nothing(patch):
     """What this rank writes never comes, and the file may end before it."""
-    patch.setattr(parallel_write, "write_at", lambda handle, offset, piece: None)
+    patch.setattr(writing, "write_at", lambda handle, offset, piece: None)
 
 
 def write_elsewhere(patch):
     """What this rank writes is not where rank 0 sees it."""
-    write_at = parallel_write.write_at
+    write_at = writing.write_at
     patch.setattr(
-        parallel_write,
+        writing,
         "write_at",
         lambda handle, offset, piece: write_at(handle, offset + 2**24, piece),
     )
@@ -139,14 +139,14 @@ def write_elsewhere(patch):
 
 def fail_at_the_end(patch):
     """The disk is full for what comes after the whole pages of a variable."""
-    write_at = parallel_write.write_at
+    write_at = writing.write_at
 
     def write(handle, offset, piece):
         if 0 < piece.nbytes < PAGE:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write_at(handle, offset, piece)
 
-    patch.setattr(parallel_write, "write_at", write)
+    patch.setattr(writing, "write_at", write)
 
 
 @pytest.mark.mpi

@@ -19,7 +19,7 @@ from mpistrat.checkpoint.shards import (
     sign,
     write_box,
 )
-from mpistrat.checkpoint.tensors import Box
+from mpistrat.checkpoint.torch_hook import Box
 from mpistrat.checkpoint.writer import create_checkpoint, variable_item
 from mpistrat.errors import CheckpointError
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mpistrat.arrays import Device
-from mpistrat.data.distributed import distribute
+from mpistrat.data.distribute import distribute
 from mpistrat.layout import Layout
 from tests.helpers import outside_mpiexec
 
@@ -79,7 +79,7 @@ def all_ranks():
 @pytest.fixture
 def streamed(monkeypatch):
     """Small files are read like large ones: no field of them is cached."""
-    monkeypatch.setattr("mpistrat.data.hdf5.chunk_plan._ROW_CACHE_BYTES", 0)
+    monkeypatch.setattr("mpistrat.data.hdf5.chunk_cache._ROW_CACHE_BYTES", 0)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from mpistrat import nests
 from mpistrat.data import ArraySpec, Dataset
 from mpistrat.data.chunks import ChunkLayout
 from mpistrat.data.pipeline import Pipeline
-from mpistrat.data.sources import RangeSource
+from mpistrat.data.sources.memory import RangeSource
 
 LENGTH = 23
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.data.hdf5 import located
+from mpistrat.data.hdf5 import locate
 from mpistrat.errors import DataError
 
 NUM = 37
@@ -47,13 +47,13 @@ def path(strategy, rank, mpi_tmp_path):
 def listed(monkeypatch):
     """Return a list that grows with each listing that this rank makes."""
     calls = []
-    list_matches = located.list_matches
+    list_matches = locate.list_matches
 
     def noting(*args):
         calls.append(args)
         return list_matches(*args)
 
-    monkeypatch.setattr(located, "list_matches", noting)
+    monkeypatch.setattr(locate, "list_matches", noting)
     return calls
 
 

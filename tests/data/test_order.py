@@ -8,12 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpistrat.data.batching import Batch
 from mpistrat.data.order import ENDLESS, ChunkLayout, Order
-from mpistrat.data.shuffle import Partitions, Shuffle
-from mpistrat.data.sources import GeneratorSource, RangeSource
+from mpistrat.data.pipeline import Prefetch
+from mpistrat.data.sources.memory import GeneratorSource, RangeSource
 from mpistrat.data.spec import ArraySpec
-from mpistrat.data.transforms import Prefetch, Repeat, Shard, Skip, Take
+from mpistrat.data.transformations.batch import Batch
+from mpistrat.data.transformations.repeat import Repeat
+from mpistrat.data.transformations.shuffle import Partitions, Shuffle
+from mpistrat.data.transformations.take import Shard, Skip, Take
 from mpistrat.sharding import slice_of_rank
 
 _LIMIT = 60

@@ -13,10 +13,10 @@ pytestmark = pytest.mark.launches
 
 PHASES = {
     "room": ("mpistrat.checkpoint.shards", "Room.reserve", [0]),
-    "rows": ("mpistrat.checkpoint.sharded_write", "write_box", [0, 1]),
-    "digests": ("mpistrat.checkpoint.sharded_write", "digests_in_file", [0, 1]),
-    "join": ("mpistrat.checkpoint.sharded_write", "join_runs", [0]),
-    "mirrored": ("mpistrat.checkpoint.parallel_write", "ParallelWriting._write_own", [0, 1]),
+    "rows": ("mpistrat.checkpoint.write", "write_box", [0, 1]),
+    "digests": ("mpistrat.checkpoint.write", "digests_in_file", [0, 1]),
+    "join": ("mpistrat.checkpoint.write", "join_runs", [0]),
+    "mirrored": ("mpistrat.checkpoint.write", "ParallelWriting._write_own", [0, 1]),
     "flush": ("os", "fsync", [0]),
     "name": ("os", "replace", [0]),
 }

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.launches
 
 PASSES = """
 import signal
-from mpistrat.data import cache_store
+from mpistrat.data.transformations import cache
 is_due = False
 def kill():
     if is_due and rank == 1:
@@ -37,11 +37,11 @@ for number in range(3):
 os.write(1, b"It was over before.")
 """
 WRITE = """
-write = cache_store.Record.write
+write = cache.Record.write
 def killed_write(self, leaves, target):
     write(self, leaves, target[:])
     kill()
-cache_store.Record.write = killed_write
+cache.Record.write = killed_write
 """
 LOCK = """
 from mpistrat.comm import node_file
@@ -55,11 +55,11 @@ def killed_lock(self):
 node_file.NodeFile.lock = killed_lock
 """
 READ = """
-columns = cache_store.CacheStore.columns
+columns = cache.CacheStore.columns
 def killed_columns(self, numbers):
     kill()
     return columns(self, numbers)
-cache_store.CacheStore.columns = killed_columns
+cache.CacheStore.columns = killed_columns
 """
 
 

@@ -167,7 +167,7 @@ def lie_in(spans, blocks):
 def test_no_tensor_is_copied_or_written_to(path, monkeypatch, window, is_cached):
     """Every tensor has the memory that was read into, and has it alone, for as long as it lives."""
     if not is_cached:
-        monkeypatch.setattr("mpistrat.data.hdf5.chunk_plan._ROW_CACHE_BYTES", 0)
+        monkeypatch.setattr("mpistrat.data.hdf5.chunk_cache._ROW_CACHE_BYTES", 0)
     read_into = []
     read = hdf5_reader.Hdf5Reader.read
 
@@ -366,7 +366,7 @@ def test_without_an_accelerator_pinning_is_refused_as_loaders_do(world, monkeypa
 def test_files_are_read_into_pinned_memory(path, monkeypatch, is_cached):
     """Played without an accelerator: memory counts as pinned that was asked for as such."""
     if not is_cached:
-        monkeypatch.setattr("mpistrat.data.hdf5.chunk_plan._ROW_CACHE_BYTES", 0)
+        monkeypatch.setattr("mpistrat.data.hdf5.chunk_cache._ROW_CACHE_BYTES", 0)
     pinned = []
     empty = torch.empty
 

@@ -16,13 +16,19 @@ from typing import Any
 import numpy as np
 
 from mpistrat import hdf5, nests
-from mpistrat.data.hdf5.alike import Template
-from mpistrat.data.hdf5.columns import Column, Output, Single, compose, row_columns
+from mpistrat.data.hdf5.alike import Template, layouts_from_json, layouts_to_json
 from mpistrat.data.hdf5.fields import Field, as_field
-from mpistrat.data.hdf5.layouts import ColumnLayout, layout_of
+from mpistrat.data.hdf5.layouts import (
+    Column,
+    ColumnLayout,
+    Output,
+    Single,
+    compose,
+    layout_of,
+    row_columns,
+)
 from mpistrat.data.hdf5.listing import Listing
-from mpistrat.data.hdf5.live_files import opened_for_reading
-from mpistrat.data.hdf5.located import (
+from mpistrat.data.hdf5.locate import (
     Kind,
     Located,
     get_object,
@@ -30,8 +36,7 @@ from mpistrat.data.hdf5.located import (
     num_rows_of,
     readable_names,
 )
-from mpistrat.data.hdf5.shared_catalog import layouts_from_json, layouts_to_json
-from mpistrat.data.hdf5.stored_types import Form
+from mpistrat.data.hdf5.types import Form
 from mpistrat.errors import DataError
 from mpistrat.system.callsite import users_stacklevel
 
@@ -224,7 +229,7 @@ def read_catalog(
             located.append(located[0])
             files.append(entry)
             continue
-        with opened_for_reading(path, is_live) as file, _naming(path):
+        with hdf5.opened_for_reading(path, is_live) as file, _naming(path):
             # Before anything is read, so that a change from here on is noticed.
             stamp = _stamp_of(path, is_live)
             alike = template.entry(file, path) if template is not None else None

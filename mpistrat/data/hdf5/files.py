@@ -19,9 +19,8 @@ import numpy as np
 from mpistrat import hdf5
 from mpistrat.data.hdf5.catalog import Catalog, FileEntry
 from mpistrat.data.hdf5.filters import ChunkDecoder, make_decoder
-from mpistrat.data.hdf5.live_files import close_file, open_file
-from mpistrat.data.hdf5.storage import FilteredChunks
-from mpistrat.data.hdf5.stored_types import assign, dtype_of
+from mpistrat.data.hdf5.layouts import FilteredChunks
+from mpistrat.data.hdf5.types import assign, dtype_of
 from mpistrat.errors import DataError
 from mpistrat.native import native_library
 
@@ -82,7 +81,7 @@ class OpenFiles:
         opened = self._opened(file)
         if opened.file is None:
             entry = self._catalog.files[file]
-            opened.file = self._with_room(lambda: open_file(entry.path, entry.is_live))
+            opened.file = self._with_room(lambda: hdf5.open_file(entry.path, entry.is_live))
         return opened.file
 
     def descriptor(self, file: int) -> int:
@@ -195,7 +194,7 @@ class _OpenFile:
     def close(self) -> None:
         if self.file is not None:
             self.fields.clear()
-            close_file(self._entry.path, self.file, self._entry.is_live)
+            hdf5.close_file(self._entry.path, self.file, self._entry.is_live)
             _num_open.add(-1)
         if self.descriptor is not None:
             os.close(self.descriptor)

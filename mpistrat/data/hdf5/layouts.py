@@ -1,25 +1,198 @@
-"""Layouts of columns: how many rows of a data set are read together, and where they lie."""
+"""Layouts: where the rows of a file are stored, and how they become arrays of examples."""
 
 from __future__ import annotations
 
+import itertools
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from mpistrat import hdf5, nests
+from mpistrat.data.hdf5.fields import Field
+from mpistrat.data.hdf5.filters import ChunkDecoder, Codec, find_codec, make_decoder
 from mpistrat.data.hdf5.listing import Listing
-from mpistrat.data.hdf5.storage import (
-    Chunks,
-    CompressedChunks,
-    Storage,
-    find_chunks,
-    find_contiguous,
-)
-from mpistrat.data.hdf5.stored_types import Form, Leaf, dtype_of
+from mpistrat.data.hdf5.locate import Kind, Located
+from mpistrat.data.hdf5.types import Form, Leaf, dtype_of, subset
 from mpistrat.data.spec import ArraySpec
 from mpistrat.native import native_library
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Where the rows of a data set lie in its file, as they are in memory."""
+
+    starts: np.ndarray
+    """The offset of each chunk, of shape (chunks,); of data without chunks there is one."""
+    rows_per_chunk: int
+    dtype: np.dtype
+    """As stored, foreign byte order too."""
+    row_bytes: int
+    """From one row to the next in a chunk."""
+
+    @cached_property
+    def is_contiguous(self) -> bool:
+        """Whether all rows lie one behind the other."""
+        return len(self.starts) == 1
+
+    @cached_property
+    def _begin(self) -> int:
+        return int(self.starts[0])
+
+    def offsets(self, rows: np.ndarray) -> np.ndarray:
+        """Return where each of `rows` begins in the file."""
+        if self.is_contiguous:
+            found: np.ndarray = rows * self.row_bytes
+            found += self._begin
+        elif self.rows_per_chunk == 1:
+            found = self.starts[rows]
+        else:
+            chunks = rows // self.rows_per_chunk  # several times faster than divmod
+            within = rows - chunks * self.rows_per_chunk
+            found = self.starts[chunks] + within * self.row_bytes
+        return found
+
+    def are_in_one_piece(self, firsts: np.ndarray, length: int) -> np.ndarray:
+        """Return whether each run of `length` rows lies one behind the other."""
+        if self.is_contiguous:
+            return np.ones(len(firsts), np.bool_)
+        within: np.ndarray = firsts % self.rows_per_chunk + length <= self.rows_per_chunk
+        return within
+
+    def read(self, descriptor: int, start: int, rows: np.ndarray) -> bool:
+        """Fill `rows`, which begin with row `start`; False where only HDF5 can, or says why not."""
+        if rows.dtype.names:  # only some of the members
+            return False
+        if not self.is_contiguous:
+            return self._read_each(descriptor, start, rows)
+        offset = int(self.starts[0]) + start * self.row_bytes
+        if os.preadv(descriptor, [rows.data], offset) != rows.nbytes:
+            return False
+        if not self.dtype.isnative:
+            rows.byteswap(inplace=True)
+        return True
+
+    def _read_each(self, descriptor: int, start: int, rows: np.ndarray) -> bool:
+        """Fill `rows` one by one where each is a data set; else False."""
+        if self.rows_per_chunk > 1 or not self.dtype.isnative:
+            return False
+        flat = rows.reshape(len(rows), -1).view(np.uint8)
+        starts = self.starts[start : start + len(rows)].tolist()
+        return all(
+            os.preadv(descriptor, [row.data], offset) == self.row_bytes
+            for row, offset in zip(flat, starts, strict=True)
+        )
+
+
+@dataclass(frozen=True)
+class CompressedChunks:
+    """Chunks of whole rows behind a single filter, which compiled code decodes to their place."""
+
+    places: np.ndarray
+    """Of each chunk its offset, its size in the file and its filter mask, of shape (chunks, 3)."""
+    rows_per_chunk: int
+    codec: Codec
+
+    def decode(
+        self, mapped: np.ndarray, starts: Sequence[int], targets: Sequence[np.ndarray]
+    ) -> int:
+        """Fill `targets` with the chunks that begin with the rows `starts` of a mapped file.
+
+        Returns how many were filled before the first that cannot be decoded so.
+        """
+        rows = self.rows_per_chunk
+        # What is shorter than a chunk has no room for it, as the last chunk of a cached field.
+        have_room = itertools.takewhile(lambda target: len(target) >= rows, targets)
+        whole = [target[:rows] for target in have_room]
+        places = self.places[np.array(starts[: len(whole)], np.intp) // rows]
+        done: int = native_library().decode_chunks(*self.codec, mapped, places, whole)
+        return done
+
+
+@dataclass(frozen=True)
+class FilteredChunks:
+    """Chunks of whole rows behind other filters, which Python decodes once they are read."""
+
+    places: np.ndarray
+    """As those of `CompressedChunks`."""
+    dtype: np.dtype
+    """As stored, foreign byte order too."""
+    chunk_shape: tuple[int, ...]
+    filters: tuple[tuple[int, tuple[int, ...]], ...]
+    """Number and client data of each, as they were applied."""
+
+    @cached_property
+    def decoder(self) -> ChunkDecoder:
+        """What decodes a chunk."""
+        decoder = make_decoder(self.filters)
+        if decoder is None:
+            raise RuntimeError("only HDF5 knows the filters of these chunks")
+        return decoder
+
+    def read(self, descriptor: int, start: int) -> tuple[int, bytes]:
+        """Return the filter mask and the content of the chunk that begins with row `start`."""
+        offset, size, mask = self.places[start // self.chunk_shape[0]].tolist()
+        content = os.pread(descriptor, size, offset)
+        if len(content) != size:
+            raise OSError("the file has become shorter")
+        return mask, content
+
+
+Chunks = CompressedChunks | FilteredChunks
+"""Chunks whose places are known."""
+
+
+def find_contiguous(dataset: Any, path: str) -> Storage | None:
+    """Return the storage of a data set in the file `path`; ``None`` where rows lie otherwise."""
+    dtype = dtype_of(dataset)
+    is_here = hdf5.is_in_file(dataset, path)
+    offset = hdf5.contiguous_offset(dataset, dtype) if is_here else None
+    if offset is None:
+        return None
+    row_bytes = dataset.nbytes // max(len(dataset), 1)
+    return Storage(np.array([offset]), max(len(dataset), 1), dtype, row_bytes)
+
+
+def find_chunks(dataset: Any, path: str) -> Storage | Chunks | None:
+    """Return where chunks of whole rows lie; ``None`` if only HDF5 knows."""
+    filters = hdf5.filters_of(dataset)
+    if dataset.chunks[1:] != dataset.shape[1:]:
+        return None
+    codec = find_codec(filters[0][0]) if len(filters) == 1 else None
+    if codec is None and filters and make_decoder(filters) is None:
+        return None
+    if not hdf5.is_in_file(dataset, path):
+        return None
+    dtype = dtype_of(dataset)
+    if not hdf5.is_stored_as(dataset.id, dtype):
+        return None
+    num_chunks = -(-len(dataset) // dataset.chunks[0])
+    if filters and codec is None and num_chunks > _MAX_FILTERED_CHUNKS:
+        return None
+    found = hdf5.places_of_chunks(dataset)
+    if found is None:
+        return None
+    places = np.array(found, np.int64).reshape(-1, 3)
+    rows_per_chunk = dataset.chunks[0]
+    if not filters:
+        starts = np.ascontiguousarray(places[:, 0])
+        row_bytes = dataset.nbytes // max(len(dataset), 1)
+        return Storage(starts, rows_per_chunk, dtype, row_bytes)
+    if not hdf5.filters_edge_chunks(dataset):
+        return None
+    if codec is not None and native_library() is not None and dtype.isnative:
+        return CompressedChunks(places, rows_per_chunk, codec)
+    if make_decoder(filters) is None:
+        return None
+    return FilteredChunks(places, dtype, dataset.chunks, tuple(filters))
+
+
+_MAX_FILTERED_CHUNKS = 2**16
+"""To list more of them, HDF5 needs longer than it needs to read a few."""
 
 _MIN_BLOCK_BYTES, _MAX_BLOCK_BYTES = 2**15, 2**18
 """Rows of data without chunks are read so much at a time: long reads are fast, and short ones mix
@@ -112,3 +285,189 @@ def layout_of_matches(
         storage = Storage(listing.offsets, 1, spec.dtype, row_bytes)
         layouts.append(ColumnLayout(spec, 1, False, storage, None))
     return layouts
+
+
+@dataclass(frozen=True)
+class Column:
+    """What is read by rows, many at a time: a data set, or members of a compound one."""
+
+    name: str
+    """How errors name it."""
+    path: str
+    """Of the data set; the pattern where each row is a match."""
+    axis: int
+    dtype: np.dtype
+    """In memory: of compound rows the members that are needed, packed."""
+    is_matches: bool = False
+    """Whether each row is a data set, whose place in the file is known."""
+
+
+@dataclass(frozen=True)
+class Single:
+    """What is read one example at a time: text, rows of any length, matches, attributes."""
+
+    field: Field
+    kind: Kind
+    path: str
+    axis: int
+    dtype: np.dtype
+    """In memory, as h5py has it."""
+    bytes_per_example: int
+    """On average, as far as it is known."""
+
+
+@nests.leaf_type
+@dataclass(frozen=True)
+class Output:
+    """One array of an example."""
+
+    spec: ArraySpec
+    leaf: Leaf
+    """Where it is in what is read."""
+    column: int | None
+    """The number of the column that it is taken from."""
+    single: int | None
+    """Or of the single."""
+
+
+def row_columns(located: Sequence[Located]) -> list[Column]:
+    """Return the columns of fields that are rows: one for each data set with members."""
+    columns: list[Column] = []
+    compound: dict[tuple[str, int], int] = {}
+    for each in located:
+        fixed = _leaves(each, Form.FIXED) if each.kind is Kind.ROWS else []
+        if not fixed:
+            continue
+        if not each.dtype.names:
+            dtype = each.dtype.newbyteorder("=")
+            columns.append(Column(each.field._text, each.path, each.axis, dtype))
+            continue
+        key = each.path, each.axis
+        if key not in compound:
+            compound[key] = len(columns)
+            together = [e for e in located if e.kind is Kind.ROWS and (e.path, e.axis) == key]
+            members = dict.fromkeys(m.members for e in together for m in _leaves(e, Form.FIXED))
+            dtype = subset(each.dtype, members)
+            columns.append(Column(repr(each.path), each.path, each.axis, dtype))
+    return columns
+
+
+def _leaves(located: Located, *forms: Form) -> list[Leaf]:
+    leaves: list[Leaf] = nests.flatten(located.leaves)[0]
+    return [leaf for leaf in leaves if leaf.form in forms]
+
+
+def compose(
+    located: Sequence[Sequence[Located]],
+    columns: Sequence[Column],
+    structure: nests.Structure,
+    may_be_placed: bool,
+) -> _Composition:
+    """Return how fields are read that were `located` in all files, and that begin with `columns`.
+
+    `structure` is the nest that they form, each of them a nest of leaves.
+    """
+    composer = _Composer(located, columns)
+    nest = [composer.outputs(of_files, may_be_placed) for of_files in zip(*located, strict=True)]
+    outputs, whole = nests.flatten(nests.unflatten(structure, nest))
+    return _Composition(
+        tuple(composer.columns), tuple(composer.singles), tuple(outputs), whole, composer.layouts
+    )
+
+
+@dataclass(frozen=True)
+class _Composition:
+    """How the arrays of an example are read."""
+
+    columns: tuple[Column, ...]
+    singles: tuple[Single, ...]
+    outputs: tuple[Output, ...]
+    structure: nests.Structure
+    layouts: list[list[ColumnLayout]]
+    """Of each column of matches its layout in each file."""
+
+
+class _Composer:
+    """Finds the column or the single of each field."""
+
+    def __init__(self, located: Sequence[Sequence[Located]], columns: Sequence[Column]) -> None:
+        self._located = located[0]
+        self.columns = list(columns)
+        self.singles: list[Single] = []
+        self.layouts: list[list[ColumnLayout]] = []
+        self._numbers = {(column.path, column.axis): n for n, column in enumerate(columns)}
+        self._plain = iter([n for n, column in enumerate(columns) if not column.dtype.names])
+        self._single_numbers: dict[tuple[str, int], int] = {}
+
+    def outputs(self, of_files: Sequence[Located], may_be_placed: bool) -> Any:
+        """Return the nest of outputs of a field, as it was located in each file."""
+        first, leaves, shape = of_files[0], _united_leaves(of_files), _united_shape(of_files)
+        column: int | None = None
+        if first.kind is Kind.ROWS and _leaves(first, Form.FIXED):
+            is_compound = first.dtype.names
+            column = self._numbers[first.path, first.axis] if is_compound else next(self._plain)
+        elif first.kind is Kind.MATCHES and may_be_placed:
+            layouts = layout_of_matches([each.listing for each in of_files], leaves, shape)
+            if layouts is not None:
+                column = len(self.columns)
+                dtype = layouts[0].spec.dtype
+                self.columns.append(Column(first.field._text, first.field.path, 0, dtype, True))
+                self.layouts.append(layouts)
+        single: int | None = None
+        if column is None or _leaves(first, Form.TEXT, Form.RAGGED):
+            single = self._single(of_files, leaves)
+        return nests.map_nest(lambda leaf: _output(leaf, shape, column, single), leaves)
+
+    def _single(self, of_files: Sequence[Located], leaves: Any) -> int:
+        """Return the number of the single of a field: members of one data set share it."""
+        first = of_files[0]
+        are_rows = first.kind is Kind.ROWS
+        key = (first.path, first.axis) if are_rows else (first.field._text, -1)
+        if key not in self._single_numbers:
+            self._single_numbers[key] = len(self.singles)
+            rows = [each for each in self._located if each.kind is Kind.ROWS]
+            together = [each for each in rows if key == (each.path, each.axis)]
+            self.singles.append(_single(together or [first], of_files, leaves))
+        return self._single_numbers[key]
+
+
+def _output(
+    leaf: Leaf, shape: tuple[int | None, ...], column: int | None, single: int | None
+) -> Output:
+    is_in_column = column is not None and leaf.form is Form.FIXED
+    return Output(
+        leaf.spec(shape), leaf, column if is_in_column else None, None if is_in_column else single
+    )
+
+
+def _united_leaves(of_files: Sequence[Located]) -> Any:
+    """Return the leaves of a field, with strings of the width that all files need."""
+    columns = zip(*(nests.flatten(each.leaves)[0] for each in of_files), strict=True)
+    widest = [max(leaves, key=lambda leaf: leaf.dtype.itemsize) for leaves in columns]
+    return nests.unflatten(nests.flatten(of_files[0].leaves)[1], widest)
+
+
+def _united_shape(of_files: Sequence[Located]) -> tuple[int | None, ...]:
+    lengths = zip(*(each.shape for each in of_files), strict=True)
+    return tuple(each[0] if len(set(each)) == 1 else None for each in lengths)
+
+
+def _single(together: Sequence[Located], of_files: Sequence[Located], leaves: Any) -> Single:
+    first = together[0]
+    of_rows = first.kind is Kind.ROWS
+    widths = [leaf.dtype.itemsize for leaf in nests.flatten(leaves)[0]]
+    dtype = first.dtype
+    if dtype.names:
+        forms = (Form.TEXT, Form.RAGGED) if of_rows else tuple(Form)
+        members = dict.fromkeys(leaf.members for e in together for leaf in _leaves(e, *forms))
+        dtype = subset(dtype, members)
+    elif dtype.kind == "S":
+        dtype = np.dtype(f"S{widths[0]}")
+    elif not dtype.hasobject:
+        dtype = dtype.newbyteorder("=")
+    num_bytes = dtype.itemsize
+    listings = [each.listing for each in of_files if each.listing is not None]
+    if listings:
+        elements = sum(int(each.shapes.prod(axis=1).sum()) for each in listings)
+        num_bytes = -(-elements * dtype.itemsize // sum(len(each.names) for each in listings))
+    return Single(first.field, first.kind, first.path, first.axis, dtype, num_bytes)

@@ -28,7 +28,7 @@ from mpistrat.data.hdf5.fields import (
 )
 from mpistrat.data.hdf5.filters import install_filter, missing_filters
 from mpistrat.data.hdf5.linked_files import LinkedFiles
-from mpistrat.data.hdf5.stored_types import dtype_of
+from mpistrat.data.hdf5.types import dtype_of
 from mpistrat.errors import DataError
 
 

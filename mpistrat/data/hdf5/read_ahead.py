@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat.data.order import Block
-from mpistrat.data.parallel_map import cores_of_rank
+from mpistrat.mpi.launcher import cores_of_rank
 from mpistrat.settings import settings
 from mpistrat.system.cpu import current_core, own_cores
 

@@ -16,18 +16,23 @@ import numpy as np
 from mpistrat import nests
 from mpistrat.comm.pool import Pool
 from mpistrat.data.hdf5.catalog import Catalog
-from mpistrat.data.hdf5.chunk_cache import ChunkBuffers, ChunkCache, RowCache, release_idle_buffers
-from mpistrat.data.hdf5.chunk_plan import plan_fields
+from mpistrat.data.hdf5.chunk_cache import (
+    ChunkBuffers,
+    ChunkCache,
+    RowCache,
+    plan_fields,
+    release_idle_buffers,
+)
+from mpistrat.data.hdf5.examples import Allocate, SingleReader, leaf_of
 from mpistrat.data.hdf5.files import OpenFiles, StoredRows
-from mpistrat.data.hdf5.placed_rows import (
+from mpistrat.data.hdf5.layouts import CompressedChunks
+from mpistrat.data.hdf5.read_ahead import DecodingThreads, ExpectedRows, is_run
+from mpistrat.data.hdf5.rows import (
     PlacedLeaf,
     RowCopies,
     is_placed,
     lies_in_one_piece,
 )
-from mpistrat.data.hdf5.read_ahead import DecodingThreads, ExpectedRows, is_run
-from mpistrat.data.hdf5.single_examples import Allocate, SingleReader, leaf_of
-from mpistrat.data.hdf5.storage import CompressedChunks
 from mpistrat.data.order import Block
 from mpistrat.errors import DataError
 from mpistrat.system.threads import clean_up

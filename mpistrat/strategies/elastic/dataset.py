@@ -7,8 +7,7 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from mpistrat import nests
-from mpistrat.data.distributed_dataset import DistributedDataset
-from mpistrat.data.replicated import ReplicatedDataset
+from mpistrat.data.distributed_dataset import DistributedDataset, ReplicatedDataset
 from mpistrat.values import local_component
 
 _END = object()

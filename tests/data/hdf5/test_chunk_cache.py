@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from mpistrat.data import Dataset
-from mpistrat.data.hdf5 import chunk_plan, reader
+from mpistrat.data.hdf5 import chunk_cache, reader
 from mpistrat.data.hdf5.catalog import read_catalog
 from mpistrat.data.hdf5.reader import Hdf5Reader
 
@@ -89,7 +89,7 @@ def test_a_rank_reads_only_what_it_needs(pattern, loaded, all_ranks):
 def test_the_smallest_fields_are_cached_as_far_as_the_limit_goes(
     pattern, loaded, monkeypatch, limit, cached, shuffled
 ):
-    monkeypatch.setattr(chunk_plan, "_ROW_CACHE_BYTES", limit)
+    monkeypatch.setattr(chunk_cache, "_ROW_CACHE_BYTES", limit)
     monkeypatch.setattr(reader, "is_placed", lambda *_: False)  # as without compiled code
     dataset = Dataset.from_hdf5(pattern)
     batches = (dataset.shuffle(0) if shuffled else dataset).batch(32)
@@ -106,9 +106,9 @@ def test_of_fields_of_one_size_that_of_the_chunks_is_cached_last(tmp_path, monke
     with h5py.File(tmp_path / "pair.h5", "w") as file:
         for name in "ab":
             file.create_dataset(name, data=np.arange(1000), chunks=(10,))
-    monkeypatch.setattr(chunk_plan, "_ROW_CACHE_BYTES", 8000)
+    monkeypatch.setattr(chunk_cache, "_ROW_CACHE_BYTES", 8000)
     catalog = read_catalog([str(tmp_path / "pair.h5")], None)
-    plans = chunk_plan.plan_fields(catalog, 100)
+    plans = chunk_cache.plan_fields(catalog, 100)
     assert not plans[catalog.widest].is_cached
     assert sum(plan.is_cached for plan in plans) == 1
     for a, b in Dataset.from_hdf5(tmp_path / "pair.h5", ("a", "b")).shuffle(0).batch(64):

@@ -9,9 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mpistrat.data import Dataset
-from mpistrat.data.hdf5 import chunk_plan
+from mpistrat.data.hdf5 import chunk_cache
 from mpistrat.data.hdf5.catalog import read_catalog
-from mpistrat.data.hdf5.storage import CompressedChunks
+from mpistrat.data.hdf5.layouts import CompressedChunks
 from mpistrat.errors import DataError
 from mpistrat.native import native_library
 
@@ -31,7 +31,7 @@ KINDS = {
 
 @pytest.fixture(autouse=True)
 def nothing_is_kept(monkeypatch):
-    monkeypatch.setattr(chunk_plan, "_ROW_CACHE_BYTES", 0)
+    monkeypatch.setattr(chunk_cache, "_ROW_CACHE_BYTES", 0)
 
 
 def compressed(path):

@@ -61,7 +61,7 @@ KINDS = {
 @pytest.mark.parametrize("cache_bytes", [0, 2**23])
 @pytest.mark.parametrize("kind", KINDS)
 def test_members_of_compound_rows(tmp_path, monkeypatch, kind, cache_bytes):
-    monkeypatch.setattr("mpistrat.data.hdf5.chunk_plan._ROW_CACHE_BYTES", cache_bytes)
+    monkeypatch.setattr("mpistrat.data.hdf5.chunk_cache._ROW_CACHE_BYTES", cache_bytes)
     rows = rows_of(FIXED, 23)
     with h5py.File(tmp_path / "data.h5", "w") as file:
         file.create_dataset("a/events", data=rows, **KINDS[kind])
@@ -114,7 +114,7 @@ def test_members_of_their_own_length_and_text(tmp_path):
 @pytest.mark.parametrize("chunks", [None, True, (2, 3, 4)])
 @pytest.mark.parametrize("axis", [0, 1, 2, -1])
 def test_another_axis_counts_examples(tmp_path, monkeypatch, axis, chunks):
-    monkeypatch.setattr("mpistrat.data.hdf5.chunk_plan._ROW_CACHE_BYTES", 0)
+    monkeypatch.setattr("mpistrat.data.hdf5.chunk_cache._ROW_CACHE_BYTES", 0)
     whole = np.arange(5 * 7 * 11, dtype=">i4").reshape(5, 7, 11)
     with h5py.File(tmp_path / "data.h5", "w") as file:
         compression = {"compression": "gzip"} if chunks else {}

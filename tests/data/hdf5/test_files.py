@@ -47,9 +47,9 @@ def test_a_file_that_changes_is_noticed(numbered, monkeypatch, happens, message,
     path = numbered(1000, chunk=10, compression="gzip")
     dataset = Dataset.from_hdf5(path, "image").batch(10)
     monkeypatch.setattr(files, "_CHECK_INTERVAL_S", 0.0)
-    monkeypatch.setattr("mpistrat.data.hdf5.chunk_plan._ROW_CACHE_BYTES", cache_bytes)
+    monkeypatch.setattr("mpistrat.data.hdf5.chunk_cache._ROW_CACHE_BYTES", cache_bytes)
     # As little as possible is read ahead.
-    monkeypatch.setattr("mpistrat.data.hdf5.chunk_plan._MIN_CAPACITY_BYTES", 0)
+    monkeypatch.setattr("mpistrat.data.hdf5.chunk_cache._MIN_CAPACITY_BYTES", 0)
     iterator = iter(dataset)
     next(iterator)
     happens(path)
@@ -153,7 +153,7 @@ def in_child(dataset, iterator, answers):
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize("cache_bytes", [0, 2**20])
 def test_a_forked_process_reads_with_an_iterator_of_its_own(numbered, monkeypatch, cache_bytes):
-    monkeypatch.setattr("mpistrat.data.hdf5.chunk_plan._ROW_CACHE_BYTES", cache_bytes)
+    monkeypatch.setattr("mpistrat.data.hdf5.chunk_cache._ROW_CACHE_BYTES", cache_bytes)
     path = numbered(10_000, chunk=2000, compression="gzip")
     dataset = Dataset.from_hdf5(path).shuffle(0).batch(1000)
     iterator = iter(dataset)
@@ -253,7 +253,7 @@ def test_a_shuffled_pass_opens_each_of_many_files_about_once(tmp_path, opened, o
 def test_the_number_of_open_files_follows_the_limit_of_the_process(tmp_path, monkeypatch, opened):
     # Chunks that do not hold whole rows are read by HDF5.
     pattern = many_files(tmp_path, 40, chunks=(1, 2), compression="gzip")
-    monkeypatch.setattr("mpistrat.data.hdf5.chunk_plan._ROW_CACHE_BYTES", 0)
+    monkeypatch.setattr("mpistrat.data.hdf5.chunk_cache._ROW_CACHE_BYTES", 0)
     most = []
     for limit in (20, 1000):
         monkeypatch.setattr(files.hdf5, "max_open_files", lambda limit=limit: limit)
@@ -272,7 +272,7 @@ def test_the_number_of_open_files_follows_the_limit_of_the_process(tmp_path, mon
 
 def test_two_readers_share_the_limit(tmp_path, monkeypatch):
     pattern = many_files(tmp_path, 30, chunks=(1, 2), compression="gzip")
-    monkeypatch.setattr("mpistrat.data.hdf5.chunk_plan._ROW_CACHE_BYTES", 0)
+    monkeypatch.setattr("mpistrat.data.hdf5.chunk_cache._ROW_CACHE_BYTES", 0)
     monkeypatch.setattr(files.hdf5, "max_open_files", lambda: 16)
     data = Dataset.from_hdf5(pattern, "x")
     pairs = Dataset.zip((data.shuffle(0), data.shuffle(1)))

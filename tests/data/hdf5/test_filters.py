@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mpistrat import hdf5
 from mpistrat.data import Dataset
 from mpistrat.data.hdf5.files import FieldAccess, StoredRows
-from mpistrat.data.hdf5.storage import CompressedChunks
+from mpistrat.data.hdf5.layouts import CompressedChunks
 from mpistrat.errors import DataError
 from mpistrat.testing import launch
 
@@ -203,7 +203,7 @@ def test_a_checksum_before_compression(tmp_path, monkeypatch):
 def test_chunks_of_which_none_was_written_hold_the_fill_value(
     tmp_path, monkeypatch, cache_bytes, options
 ):
-    monkeypatch.setattr("mpistrat.data.hdf5.chunk_plan._ROW_CACHE_BYTES", cache_bytes)
+    monkeypatch.setattr("mpistrat.data.hdf5.chunk_cache._ROW_CACHE_BYTES", cache_bytes)
     with h5py.File(tmp_path / "data.h5", "w") as file:
         file.create_dataset("x", (100, 3), "f4", chunks=(16, 3), fillvalue=7, **options)
     dataset = Dataset.from_hdf5(tmp_path / "data.h5", "x")

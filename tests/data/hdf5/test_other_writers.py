@@ -104,7 +104,7 @@ def test_groups_of_pandas(tmp_path):
 @pytest.mark.parametrize("happens", ["truncated", "replaced"])
 def test_a_file_that_changes_during_a_pass(tmp_path, monkeypatch, layout, happens):
     monkeypatch.setattr(files, "_CHECK_INTERVAL_S", 0.0)
-    monkeypatch.setattr("mpistrat.data.hdf5.chunk_plan._ROW_CACHE_BYTES", 0)
+    monkeypatch.setattr("mpistrat.data.hdf5.chunk_cache._ROW_CACHE_BYTES", 0)
     path = tmp_path / "data.h5"
     with h5py.File(path, "w") as file:
         for number in range(300):
@@ -131,7 +131,7 @@ def test_a_match_that_becomes_shorter_unnoticed_is_an_error_and_no_signal(tmp_pa
     with h5py.File(path, "w") as file:
         for number in range(50):
             file[f"g/{number}"] = np.full(1000, number)
-    monkeypatch.setattr("mpistrat.data.hdf5.chunk_plan._ROW_CACHE_BYTES", 0)
+    monkeypatch.setattr("mpistrat.data.hdf5.chunk_cache._ROW_CACHE_BYTES", 0)
     iterator = iter(Dataset.from_hdf5(path, "g/*").batch(5))
     next(iterator)
     os.truncate(path, 50_000)

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from mpistrat.data.hdf5.read_ahead import DecodingThreads
-from mpistrat.data.parallel_map import cores_of_rank
+from mpistrat.mpi.launcher import cores_of_rank
 from mpistrat.system.cpu import current_core, own_cores
 
 LIMIT_S = 60

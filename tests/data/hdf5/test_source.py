@@ -341,8 +341,8 @@ def test_the_garbage_collector_waits_for_no_reader(numbered, monkeypatch):
 
 
 def test_a_pass_begins_with_few_chunks_and_mixes_more_and_more(numbered, monkeypatch):
-    monkeypatch.setattr("mpistrat.data.shuffle.WINDOW_BYTES", 2**18)
-    monkeypatch.setattr("mpistrat.data.hdf5.chunk_plan._ROW_CACHE_BYTES", 0)
+    monkeypatch.setattr("mpistrat.data.transformations.shuffle.WINDOW_BYTES", 2**18)
+    monkeypatch.setattr("mpistrat.data.hdf5.chunk_cache._ROW_CACHE_BYTES", 0)
     path = numbered(40_000, chunk=16, compression="gzip")
     usual = Dataset.from_hdf5(path).shuffle(0)
     num_chunks = [len({label // 16 for label in labels([batch])}) for batch in usual.batch(64)]

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from mpistrat.data import Dataset
-from mpistrat.data.hdf5 import chunk_plan, reader
+from mpistrat.data.hdf5 import chunk_cache, reader
 
 N, CHUNK, FIELDS = 12000, 20, ("image", "label")
 
@@ -25,9 +25,9 @@ def files(tmp_path):
 @pytest.fixture
 def decoded(monkeypatch):
     """Count the chunks that are decoded, with little memory for those that wait."""
-    monkeypatch.setattr(chunk_plan, "_ROW_CACHE_BYTES", 2**10)
-    monkeypatch.setattr(chunk_plan, "_MIN_CAPACITY_BYTES", 2**15)
-    monkeypatch.setattr("mpistrat.data.shuffle.WINDOW_BYTES", 2**20)
+    monkeypatch.setattr(chunk_cache, "_ROW_CACHE_BYTES", 2**10)
+    monkeypatch.setattr(chunk_cache, "_MIN_CAPACITY_BYTES", 2**15)
+    monkeypatch.setattr("mpistrat.data.transformations.shuffle.WINDOW_BYTES", 2**20)
     counts, decode = {}, reader.Hdf5Reader._decode
 
     def counting(self, field, chunks):
@@ -102,7 +102,7 @@ def test_windows_stay_within_their_file(tmp_path):
 @pytest.mark.parametrize("chunks", [None, (7,), (50,)])
 @pytest.mark.parametrize("dtype", ["i4", ">i4"])
 def test_windows_of_uncompressed_rows(tmp_path, monkeypatch, chunks, dtype):
-    monkeypatch.setattr(chunk_plan, "_ROW_CACHE_BYTES", 0)
+    monkeypatch.setattr(chunk_cache, "_ROW_CACHE_BYTES", 0)
     for name, first in (("a", 0), ("b", 100)):
         with h5py.File(tmp_path / f"{name}.h5", "w") as file:
             rows = np.arange(first, first + 100).astype(dtype)

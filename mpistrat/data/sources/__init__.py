@@ -1,0 +1,1 @@
+"""Sources of datasets: arrays in memory, generators, and objects of users."""

@@ -1,0 +1,218 @@
+"""Filter of elements by a function, evaluated once for all passes and shared out over ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpistrat import sharding
+from mpistrat.data.chunks import ChunkLayout
+from mpistrat.data.fingerprint import check_same
+from mpistrat.data.order import Block, function_name
+from mpistrat.data.pipeline import Pipeline
+from mpistrat.data.random import PassKey
+from mpistrat.data.transformations.shuffle import Shuffle
+from mpistrat.data.views import (
+    Child,
+    Part,
+    View,
+    borders_between,
+    permutes_rows,
+    position_borders,
+    position_layout,
+    unshuffled_rows,
+)
+from mpistrat.options import AutoShardPolicy
+
+if TYPE_CHECKING:
+    from mpistrat.collectives.collectives import Collectives
+
+
+class Filtered(View):
+    """The elements for which a function is true."""
+
+    # Shuffles before it do not change which elements these are, only their order.
+
+    name = "filter"
+    is_fixed = True
+
+    def __init__(self, child: Pipeline, fn: Callable[..., Any], fields: Any) -> None:
+        super().__init__([child])
+        self._fn, self._fields = fn, fields
+        is_shuffled = any(isinstance(each, Shuffle) for each in child.transformations)
+        is_repeated = any(each.num_repetitions != 1 for each in child.transformations)
+        if permutes_rows(child):
+            self.is_steady = child.source.is_steady
+        else:  # such as elements of batches that were taken apart
+            self.is_steady = child.is_steady and not (is_shuffled or is_repeated)
+        self.is_in_order = child.source.is_in_order and not is_shuffled
+        self._mask: np.ndarray | None = None
+
+    def __repr__(self) -> str:
+        return f"{self.children[0].calls}.filter({function_name(self._fn)})"
+
+    @property
+    def kind(self) -> str:
+        """The method, the function and the kind of the data set."""
+        return f"{self.children[0].kind}.filter({function_name(self._fn)})"
+
+    @property
+    def described(self) -> str:
+        """Which elements are kept."""
+        digest = hashlib.sha256(np.packbits(self.mask).tobytes()).hexdigest()[:16]
+        return f"filter that keeps {self.num_examples} of {len(self.mask)} elements, {digest}"
+
+    @property
+    def is_read(self) -> bool:
+        """Whether it is known which elements are kept."""
+        return self._mask is not None and super().is_read
+
+    @property
+    def num_examples(self) -> int:
+        """How many elements are kept."""
+        return len(self._kept)
+
+    @property
+    def mask(self) -> np.ndarray:
+        """Whether each element is kept, evaluated here where that has not been done."""
+        if self._mask is None:
+            self.take_mask(self.evaluate(1, 0))
+            self.report([self.notes])
+        assert self._mask is not None
+        return self._mask
+
+    @property
+    def notes(self) -> Any:
+        """What there is to report of the evaluation on this rank, as JSON values."""
+        return None
+
+    def report(self, notes: Iterable[Any]) -> None:
+        """Report the evaluation, with the notes of all ranks."""
+
+    def take_mask(self, mask: np.ndarray) -> None:
+        """Use `mask`, which the ranks have evaluated together."""
+        self._mask = mask
+        self._layouts.clear()
+        vars(self).pop("_kept", None)
+
+    @cached_property
+    def _kept(self) -> np.ndarray:
+        return np.flatnonzero(self.mask)
+
+    def evaluate(self, size: int, rank: int) -> np.ndarray:
+        """Return whether elements are kept, of the share of `rank`."""
+        pipeline, fields = self._unshuffled, self._fields
+        fewer = None if fields is None else pipeline.only(_as_tuple(fields))
+        part = sharding.slice_of_rank(pipeline.known_length, size, rank)
+        kept = np.empty(part.stop - part.start, np.bool_)
+        with closing((fewer or pipeline).fixed_elements(part.start)) as elements:
+            for place in range(len(kept)):
+                element = next(elements)
+                if fewer is None:
+                    element = self._seen(element)
+                kept[place] = self._is_kept(element, part.start + place)
+        return kept
+
+    def streamed(self, elements: Sequence[Iterator[Any]]) -> Iterator[Any]:
+        """Yield the elements for which the function is true."""
+        for number, element in enumerate(elements[0]):
+            if self._is_kept(self._seen(element), number):
+                yield element
+
+    def _seen(self, element: Any) -> Any:
+        """Return what the function gets of `element`."""
+        if self._fields is None:
+            return element
+        return tuple(_field(element, each) for each in _as_tuple(self._fields))
+
+    @property
+    def _unshuffled(self) -> Pipeline:
+        """The data set in the order of its numbers, if these have one meaning for all passes."""
+        child = self.children[0]
+        if not self.is_steady:
+            raise ValueError(
+                f"{self.name} is evaluated once for all passes, but {child.calls} has other "
+                f"elements in each pass. Call {self.name} before sample, and before take, skip, "
+                "shard or zip of shuffled data."
+            )
+        others = [each for each in child.transformations if not isinstance(each, Shuffle)]
+        return dataclasses.replace(child, transformations=tuple(others))
+
+    def _is_kept(self, element: Any, number: int) -> bool:
+        result = self._fn(*element) if isinstance(element, tuple) else self._fn(element)
+        if np.ndim(result):
+            raise ValueError(
+                f"filter needs one truth value of each element, but the function gave an array of "
+                f"shape {np.shape(result)} for element {number}. Use .all() or .any()."
+            )
+        return bool(result)
+
+    @property
+    def file_starts(self) -> np.ndarray:
+        """Where an element of another file follows."""
+        borders = position_borders(self._unshuffled)
+        return borders_between(np.searchsorted(borders, self._kept, "right"))
+
+    def find_layout(self, key: PassKey) -> ChunkLayout | None:
+        """Return the chunks of the elements that are kept."""
+        layout = position_layout(self._unshuffled, key)
+        return None if layout is None else layout.of_numbers(self._kept)
+
+    def blocks(self, key: PassKey, batch_size: int | None, start: int) -> Iterator[Block]:
+        """Return the numbers of the pass `key` from position `start` on."""
+        if self.is_in_order:
+            yield from super().blocks(key, batch_size, start)
+            return
+        rows = unshuffled_rows(self.children[0])
+        assert rows is not None
+        new_numbers = np.cumsum(self.mask) - 1
+        for items in self.children[0].order.blocks(key, batch_size):
+            old = (items - rows.start) // rows.step
+            kept = new_numbers[old[self.mask[old]]]
+            if start < len(kept):
+                yield kept[start:]
+            start = max(start - len(kept), 0)
+
+    def parts(self, numbers: np.ndarray, key: PassKey, children: Sequence[Child]) -> list[Part]:
+        """Return the elements that are kept."""
+        rows, kept = unshuffled_rows(self.children[0]), self._kept[numbers]
+        items = children[0].at(kept, key) if rows is None else rows.start + rows.step * kept
+        return [Part(0, items)]
+
+
+def _as_tuple(fields: Any) -> tuple[Any, ...]:
+    return tuple(fields) if isinstance(fields, tuple | list) else (fields,)
+
+
+def _field(element: Any, field: Any) -> Any:
+    try:
+        return element[field]
+    except (KeyError, IndexError, TypeError):
+        known = list(element) if isinstance(element, dict) else f"{type(element).__name__}"
+        raise ValueError(
+            f"filter: the field {field!r} is none of an element, which has {known}. Give labels of "
+            "a dict, or positions in a tuple."
+        ) from None
+
+
+def evaluate_filter(
+    source: Filtered, policy: AutoShardPolicy, collectives: Collectives, kind: str
+) -> None:
+    """Find what a filter keeps, each rank a share. **Collective**."""
+    check_same(source.children[0], policy, collectives, kind)
+    if all(collectives.gather_json(source.is_read, kind)):
+        return
+    with collectives.all_or_none(kind):
+        own = source.evaluate(collectives.size, collectives.rank)
+    with collectives.call(kind) as call:
+        (mask,) = call.all_gather([own.astype(np.uint8)], 0)
+    source.take_mask(np.asarray(mask).astype(np.bool_))
+    notes = collectives.gather_json(source.notes, kind)
+    if collectives.rank == 0:
+        source.report(notes)
