@@ -105,7 +105,7 @@ class StrategyTests:
         self.total = self.size * (self.size - 1) // 2
 
     def check_each(self, value: Any, expected: Callable[[int], Any]) -> None:
-        """Have each replica compare its component of `value` with what is expected of it."""
+        """Have each replica compare its component with what is expected of it. **Collective**."""
 
         def check(component: Any) -> None:
             wanted = expected(replica_id())
