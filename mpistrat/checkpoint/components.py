@@ -14,6 +14,7 @@ import numpy as np
 
 from mpistrat.checkpoint.reader import open_checkpoint
 from mpistrat.collectives.collectives import Collectives
+from mpistrat.collectives.operations.broadcast import broadcast
 from mpistrat.variables import ReplicatedOnRead, Variable
 
 Kept: TypeAlias = tuple[int, dict[int, np.ndarray]]
@@ -110,5 +111,6 @@ def _on_all(
     values = of_root
     if values is None:
         values = np.empty((collectives.layout.num_replicas, *shape), dtype)
-    received: np.ndarray = collectives.broadcast(values, kind=_WHAT)
+    with collectives.call(_WHAT) as call:
+        received: np.ndarray = broadcast(call, values)
     return received

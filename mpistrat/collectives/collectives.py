@@ -18,16 +18,14 @@ import numpy as np
 
 from mpistrat.agreement.call import AllOrNone, Call, CommonOutcome
 from mpistrat.agreement.channel import Channel
-from mpistrat.arrays import Array, Device, host_copy_to_send, native
+from mpistrat.arrays import Array, Device
 from mpistrat.collectives.joint import JointReduction
-from mpistrat.collectives.prepared import PreparedReduction, dtype_name
+from mpistrat.collectives.prepared import PreparedReduction
 from mpistrat.collectives.repeated import RepeatedReduction
 from mpistrat.comm.device_reducers import DeviceCapabilities
-from mpistrat.comm.pack_plan import GatherPlan
-from mpistrat.comm.packing import describe_function, placed_like
+from mpistrat.comm.packing import describe_function
 from mpistrat.comm.selection import check_options
 from mpistrat.comm.transport import SoloTransport
-from mpistrat.comm.wire import TEXT_KINDS, with_width
 from mpistrat.layout import Layout
 from mpistrat.options import CommunicationOptions, ReduceOp
 from mpistrat.system.units import RunsUnits
@@ -151,60 +149,6 @@ class CollectiveCall(Call):
         """Reduce each array to `root`; ``None`` on the other ranks. **Collective**."""
         prepared = self.prepare(op, arrays, f"to rank {root}", structure)
         return prepared.reduce(self, arrays, root)
-
-    def all_gather(self, arrays: Sequence[Array], axis: int, structure: object = ()) -> list[Array]:
-        """Concatenate each array over ranks, in rank order. **Collective**."""
-        # Dtypes must agree, except for the width of text, and shapes but for their length along
-        # `axis`; where shapes do not, every rank raises a `ValueError` and the strategy stays
-        # usable.
-        for array in arrays:
-            if array.dtype.hasobject:
-                raise TypeError(f"{self.kind}: an array of dtype object cannot be sent.")
-        dtypes = tuple(_name_without_width(array.dtype) for array in arrays)
-        self.agree(f"axis {axis}", dtypes, structure)
-        # Shapes may differ, so they cannot be part of the signature.
-        with self.moving():
-            described = [(np.shape(array), array.dtype.itemsize) for array in arrays]
-            of_ranks = list(zip(*self.channel.exchange(described), strict=True))
-        plans = [GatherPlan([shape for shape, _ in each], axis) for each in of_ranks]
-        for plan in plans:
-            plan.check(self.kind, self.channel.place)
-        with self.moving():
-            widest = [max(width for _, width in each) for each in of_ranks]
-            hosts = [
-                native(np.moveaxis(with_width(array, width), axis, 0)).reshape(-1)
-                for array, width in zip(arrays, widest, strict=True)
-            ]
-            self.note_moved(sum(host.nbytes for host in hosts), "all_gather")
-            gathered = [
-                self.channel.transport.all_gather(host, plan.counts)
-                for host, plan in zip(hosts, plans, strict=True)
-            ]
-        self.show_received(gathered)
-        return [
-            placed_like(plan.join(flat), array)
-            for plan, flat, array in zip(plans, gathered, arrays, strict=True)
-        ]
-
-    def broadcast(self, array: Array, *details: object, root: int = 0) -> Array:
-        """Return the `array` of `root` on every rank, in its own memory. **Collective**."""
-        # Shape and dtype must agree over ranks, and `details` too.
-        dtype = np.dtype(array.dtype).newbyteorder("=")
-        shape = tuple(array.shape)
-        self.agree(f"from rank {root}", (dtype_name(dtype), shape), *details)
-        with self.moving():
-            is_root = self.channel.rank == root
-            buffer = host_copy_to_send(array) if is_root else np.empty(shape, dtype)
-            self.note_moved(buffer.nbytes, "broadcast")
-            self.channel.transport.broadcast(buffer, root)
-        self.show_received([buffer])
-        return placed_like(buffer, array)
-
-    def broadcast_each(self, buffers: Sequence[np.ndarray], roots: Sequence[int]) -> None:
-        """Overwrite each of `buffers` with that of its root, once agreed. **Collective**."""
-        with self.moving():
-            self.channel.transport.broadcast_each(buffers, roots)
-        self.show_received(buffers)
 
     @contextlib.contextmanager
     def communicator(self) -> Iterator[MPI.Intracomm]:
@@ -364,11 +308,6 @@ class Collectives(RunsUnits):
         """Return on every rank what `work` returns on rank 0. **Collective**, as `on_all`."""
         return self.on_all(work if self.rank == 0 else _nothing, kind, name)[0]
 
-    def broadcast(self, array: Array, root: int = 0, kind: str = "broadcast") -> Array:
-        """Return the `array` of `root`, whose shape and dtype all ranks pass. **Collective**."""
-        with self.call(kind) as call:
-            return call.broadcast(array, root=root)
-
     def gather_json(self, value: Any, kind: str = "gather_json") -> list[Any]:
         """Return the JSON `value` of every rank, in rank order. **Collective**."""
         with self.call(kind) as call:
@@ -377,10 +316,6 @@ class Collectives(RunsUnits):
     def broadcast_json(self, value: Any, root: int = 0, kind: str = "broadcast_json") -> Any:
         """Return the JSON `value` of `root`; that of the others does not matter. **Collective**."""
         return self.gather_json(value if self.rank == root else None, kind)[root]
-
-
-def _name_without_width(dtype: np.dtype) -> str:
-    return dtype.kind if dtype.kind in TEXT_KINDS else dtype_name(dtype)
 
 
 def _warn_unclosed(rank: int, size: int) -> None:

@@ -9,9 +9,10 @@ from typing import Any, Generic
 import numpy as np
 
 from mpistrat import nests
-from mpistrat.arguments import as_array, as_integer, normalize_axes
+from mpistrat.arguments import as_array, normalize_axes
 from mpistrat.arrays import Array, host_view, is_array, namespace_of
 from mpistrat.collectives.collectives import CollectiveCall
+from mpistrat.collectives.operations.all_gather import AllGather
 from mpistrat.comm.wire import identity, result_dtype, wire_dtype
 from mpistrat.options import ReduceOp
 from mpistrat.pytorch import is_tensor, needs_graph, overwrite
@@ -192,23 +193,9 @@ class _Split:
         return nests.unflatten(self._structure, [like(leaf, result) for leaf, result in pairs])
 
 
-def all_gather_nest(call: CollectiveCall, nest: Any, axis: int) -> Any:
-    """Concatenate each leaf of `nest` over replicas along `axis`. **Collective**."""
-    axis = as_integer(f"{call.kind}: axis", axis)
-    leaves, structure = nests.flatten(nest)
-    for leaf in leaves:
-        if isinstance(leaf, IndexedSlices):
-            raise NotImplementedError(
-                f"{call.kind} concatenates dense arrays, but the value is IndexedSlices. Gather "
-                "its values and its indices, or add it into a dense array first."
-            )
-    arrays = leaf_arrays(call, leaves, structure)
-    return nests.unflatten(structure, call.all_gather(arrays, axis, nests.signature(structure)))
-
-
 def _gather_slices(call: CollectiveCall, op: ReduceOp, slices: IndexedSlices) -> IndexedSlices:
     fields = [as_array(call.kind, each) for each in (slices.values, slices.indices)]
-    values, indices = call.all_gather(fields, 0)
+    values, indices = AllGather(0).forward(call, fields)
     if op is ReduceOp.MEAN:
         values = values / values.dtype.type(call.channel.size)
     return IndexedSlices(values, indices, slices.dense_shape)

@@ -120,11 +120,18 @@ class MpiTransport:
         ]
         self._wait(requests)
 
-    def all_gather(self, part: np.ndarray, counts: Sequence[int]) -> np.ndarray:
+    def all_gather(
+        self, part: np.ndarray, counts: Sequence[int], out: np.ndarray | None = None
+    ) -> np.ndarray:
         """Return the parts of all ranks, one behind the other. **Collective**."""
-        gathered = np.empty(sum(counts), part.dtype)
+        gathered = np.empty(sum(counts), part.dtype) if out is None else out
+        is_even = out is not None and len(set(counts)) == 1
         with self.occupancy:
-            self._collect(self.comm.Allgatherv, part, counts, gathered)
+            if is_even and gathered.nbytes <= _PART_BYTES:
+                goal = [_as_bytes(gathered), MPI.BYTE]
+                self.comm.Allgather([_as_bytes(part), MPI.BYTE], goal)
+            else:
+                self._collect(self.comm.Allgatherv, part, counts, gathered)
         return gathered
 
     def start_all_gather(
@@ -168,14 +175,22 @@ class MpiTransport:
                     place[start : start + piece.size] = piece
 
     def all_to_all(
-        self, buffer: np.ndarray, counts: Sequence[int], incoming: Sequence[int]
+        self,
+        buffer: np.ndarray,
+        counts: Sequence[int],
+        incoming: Sequence[int],
+        out: np.ndarray | None = None,
+        is_even: bool = False,
     ) -> np.ndarray:
         """Send each rank its part of `buffer`, and return what comes. **Collective**."""
-        received = np.empty(sum(incoming), buffer.dtype)
+        received = np.empty(sum(incoming), buffer.dtype) if out is None else out
         limit = min(_PART_BYTES, (2**31 - 1) // self.size) // max(buffer.itemsize, 1)
         with self.occupancy:
             if max(*counts, *incoming) > limit:
                 self._exchange(_split(buffer, counts), _split(received, incoming), limit)
+            elif is_even:
+                goal = [_as_bytes(received), MPI.BYTE]
+                self.comm.Alltoall([_as_bytes(buffer), MPI.BYTE], goal)
             else:
                 self.comm.Alltoallv(_as_parts(buffer, counts), _as_parts(received, incoming))
         return received

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat.comm.replica_reducer import Meetings, ReplicaReducer
-from mpistrat.comm.transport import NodeReducer, Piggyback, SoloRound, Transport
+from mpistrat.comm.transport import NodeReducer, Piggyback, SoloRound, Transport, copied
 from mpistrat.options import ReduceOp
 from mpistrat.sharding import replicas_of_ranks
 
@@ -89,12 +89,14 @@ class ReplicaTransport:
                     np.copyto(buffer, buffers[owner])
         return [None] * len(of_replicas)
 
-    def all_gather(self, part: np.ndarray, counts: Sequence[int]) -> np.ndarray:
+    def all_gather(
+        self, part: np.ndarray, counts: Sequence[int], out: np.ndarray | None = None
+    ) -> np.ndarray:
         """Return the 1-d parts of all replicas, one behind the other."""
         gathered: np.ndarray = self._meet(
             "all_gather", part, functools.partial(self._gather_all, counts, None)
         )
-        return gathered
+        return gathered if out is None else copied(gathered, out)
 
     def start_all_gather(
         self, part: np.ndarray, counts: Sequence[int]
@@ -123,11 +125,16 @@ class ReplicaTransport:
         return [there if replica == root else None for replica in self._share]
 
     def all_to_all(
-        self, buffer: np.ndarray, counts: Sequence[int], incoming: Sequence[int]
+        self,
+        buffer: np.ndarray,
+        counts: Sequence[int],
+        incoming: Sequence[int],
+        out: np.ndarray | None = None,
+        is_even: bool = False,
     ) -> np.ndarray:
         """Send each replica its part of `buffer`, and return the parts sent to this one."""
         came: np.ndarray = self._meet("all_to_all", (buffer, counts, incoming), self._exchange_all)
-        return came
+        return came if out is None else copied(came, out)
 
     def _exchange_all(self, given: list[tuple[np.ndarray, Any, Any]]) -> list[np.ndarray]:
         """Send, to each rank, the parts of this rank's replicas, sender by sender."""
