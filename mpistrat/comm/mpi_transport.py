@@ -24,6 +24,7 @@ from mpistrat.options import ReduceOp
 
 _PART_BYTES = 2**28
 """The longest message, so that counts of any MPI library hold it."""
+_BYTE = np.dtype(np.uint8)
 
 
 class MpiTransport:
@@ -125,13 +126,8 @@ class MpiTransport:
     ) -> np.ndarray:
         """Return the parts of all ranks, one behind the other. **Collective**."""
         gathered = np.empty(sum(counts), part.dtype) if out is None else out
-        is_even = out is not None and len(set(counts)) == 1
         with self.occupancy:
-            if is_even and gathered.nbytes <= _PART_BYTES:
-                goal = [_as_bytes(gathered), MPI.BYTE]
-                self.comm.Allgather([_as_bytes(part), MPI.BYTE], goal)
-            else:
-                self._collect(self.comm.Allgatherv, part, counts, gathered)
+            self._collect(self.comm.Allgather, self.comm.Allgatherv, part, counts, gathered)
         return gathered
 
     def start_all_gather(
@@ -147,18 +143,26 @@ class MpiTransport:
         """Return the parts of all ranks on `root`, one behind the other. **Collective**."""
         gathered = np.empty(sum(counts), part.dtype) if self.rank == root else None
         with self.occupancy:
-            self._collect(functools.partial(self.comm.Gatherv, root=root), part, counts, gathered)
+            even = functools.partial(self.comm.Gather, root=root)
+            move = functools.partial(self.comm.Gatherv, root=root)
+            self._collect(even, move, part, counts, gathered)
         return gathered
 
     def _collect(
         self,
+        move_even: Callable[[Any, Any], object],
         move: Callable[[Any, Any], object],
         part: np.ndarray,
         counts: Sequence[int],
         gathered: np.ndarray | None,
     ) -> None:
-        """Fill `gathered` with the parts of all ranks, by as many calls of `move` as it takes."""
+        """Fill `gathered` with the parts of all ranks, by as many calls as it takes."""
+        # MPI has faster ways for parts of one length, such as a tree for short ones.
         if sum(counts) * part.itemsize <= _PART_BYTES:
+            if counts.count(counts[0]) == len(counts):
+                whole = None if gathered is None else [_as_bytes(gathered), MPI.BYTE]
+                move_even([_as_bytes(part), MPI.BYTE], whole)
+                return
             goal = None if gathered is None else _as_parts(gathered, counts)
             move([_as_bytes(part), MPI.BYTE], goal)
             return
@@ -290,7 +294,8 @@ def _pairs(source: np.ndarray, target: np.ndarray) -> list[tuple[Any, np.ndarray
 
 
 def _as_bytes(buffer: np.ndarray) -> np.ndarray:
-    return buffer.reshape(-1).view(np.uint8)
+    is_flat = buffer.ndim == 1 and buffer.dtype == _BYTE
+    return buffer if is_flat else buffer.reshape(-1).view(_BYTE)
 
 
 def _as_parts(buffer: np.ndarray, counts: Sequence[int]) -> list[object]:

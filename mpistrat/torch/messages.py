@@ -19,9 +19,8 @@ from mpistrat.agreement.channel import Channel
 from mpistrat.errors import CollectiveTimeoutError
 from mpistrat.mpi.world import largest_tag
 from mpistrat.system.callsite import format_place, users_place
-from mpistrat.torch.arguments import check_is_of_ranks, check_writable
-from mpistrat.torch.memory import Operand
 from mpistrat.torch.progress import progress
+from mpistrat.torch.tensors import Operand, check_is_of_ranks, check_writable
 
 _POLLS = 50
 """How often a wait tests its message before it lets other threads and ranks have the core."""

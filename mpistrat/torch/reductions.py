@@ -13,18 +13,21 @@ from torch.distributed import ReduceOp as TorchOp
 
 from mpistrat.collectives.aliasing import are_apart
 from mpistrat.collectives.collectives import CollectiveCall
+from mpistrat.collectives.operations.all_gather import gather_flat
+from mpistrat.collectives.operations.all_to_all import exchange_flat
 from mpistrat.comm.mpi_transport import in_parts
 from mpistrat.comm.ops import combine
 from mpistrat.comm.wire import accumulator_dtype, cast, cast_into
 from mpistrat.options import ReduceOp
-from mpistrat.torch.arguments import (
+from mpistrat.torch.tensors import (
+    Operand,
     check_root,
     common_dtype,
+    described,
     source_of,
     subject,
     target_of,
 )
-from mpistrat.torch.memory import Operand, described
 
 _RedOp = TorchOp.RedOpType
 _OPS = {
@@ -188,11 +191,8 @@ def reduce_scatter(
     common_dtype(call, [output], inputs)
     call.agree(reduction.name, tuple(map(described, inputs)))
     joined = np.concatenate([each.reshape(-1) for each in reduction.arrays(operands)])
-    counts = [each.numel() for each in inputs]
-    with call.moving():
-        incoming = [output.numel()] * channel.size
-        pieces = channel.transport.all_to_all(joined, counts, incoming)
-    pieces = pieces.reshape(channel.size, output.numel())
+    counts, incoming = [each.numel() for each in inputs], [output.numel()] * channel.size
+    pieces = exchange_flat(call, joined, counts, incoming).reshape(channel.size, output.numel())
     if reduction.bitwise:
         result = reduction.bitwise.ufunc.reduce(pieces, axis=0)
     else:
@@ -229,8 +229,5 @@ def _gathered(call: CollectiveCall, rows: torch.Tensor, counts: Sequence[int]) -
     joined = torch.empty((sum(counts), *rows.shape[1:]), dtype=rows.dtype)
     row_bytes = joined[0].numel() * joined.element_size() if len(joined) else 0
     source, target = source_of(call, rows), Operand(joined, "")
-    with call.communicator() as comm:
-        comm.Allgatherv(
-            [source.buffer, MPI.BYTE], [target.buffer, [n * row_bytes for n in counts], MPI.BYTE]
-        )
+    gather_flat(call, [source.bytes], [[n * row_bytes for n in counts]], [target.bytes])
     return joined

@@ -115,10 +115,11 @@ def gather_flat(
 ) -> list[np.ndarray]:
     """Return each of the 1-d `parts` of all ranks, written to `out`, if given. **Collective**."""
     # The ranks agree already. `counts` are the lengths by rank, of each part.
-    out = out or [None] * len(parts)
+    gathered = []
     with call.moving():
-        call.note_moved(sum(part.nbytes for part in parts), "all_gather")
-        gathered = list(map(call.channel.transport.all_gather, parts, counts, out))
+        for part, of_ranks, target in zip(parts, counts, out or [None] * len(parts), strict=True):
+            call.note_moved(part.nbytes, "all_gather")
+            gathered.append(call.channel.transport.all_gather(part, of_ranks, target))
     call.show_received(gathered)
     return gathered
 
