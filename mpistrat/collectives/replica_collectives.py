@@ -13,7 +13,7 @@ from mpistrat import nests
 from mpistrat.arrays import Array, Device, is_on_host, place
 from mpistrat.collectives.autograd import apply_to_tensors, backward_calls, has_tensors
 from mpistrat.collectives.collectives import CollectiveCall, Collectives
-from mpistrat.collectives.nested import (
+from mpistrat.collectives.nest_reductions import (
     PendingReduction,
     leaf_arrays,
     like_leaf,
@@ -29,7 +29,7 @@ from mpistrat.collectives.operations.reduce_scatter import ReduceScatter
 from mpistrat.collectives.operations.scan import Scan
 from mpistrat.collectives.operations.scatter import Scatter
 from mpistrat.collectives.operations.shift import Shift
-from mpistrat.collectives.prepared import dtype_name
+from mpistrat.collectives.reduction import dtype_name
 from mpistrat.comm.wire import named_dtype
 from mpistrat.options import CommunicationOptions, ReduceOp, ReduceOpLike
 from mpistrat.pytorch import is_loaded, is_tensor, needs_graph, tensor_of_zeros

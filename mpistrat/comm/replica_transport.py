@@ -9,19 +9,18 @@ from typing import Any
 import numpy as np
 
 from mpistrat.comm.replica_reducer import Meetings, ReplicaReducer
-from mpistrat.comm.transport import NodeReducer, Piggyback, SoloRound, Transport, copied
+from mpistrat.comm.transport import NodeReducer, SoloTransport, Transport, copied
 from mpistrat.options import ReduceOp
 from mpistrat.sharding import replicas_of_ranks
 
 
-class ReplicaTransport:
+class ReplicaTransport(SoloTransport):
     """One replica among all of them: its rank, in a `Transport`, is the number of the replica.
 
     The replicas of a rank meet in each method, and then the rank moves what they all bring. Their
-    agreement is that of `ReplicaChannel`, which needs no round from here.
+    agreement is that of `ReplicaChannel`, which needs no round from here. Only the rank waits,
+    learns which others are dead, and frees what MPI has lent: here that is as for one rank alone.
     """
-
-    piggyback: Piggyback | None = None
 
     def __init__(
         self, transport: Transport, meetings: Meetings, replica_id: int, num_replicas: int
@@ -64,9 +63,6 @@ class ReplicaTransport:
     def reduce(self, op: ReduceOp, buffer: np.ndarray, root: int) -> None:
         """Refuse, as `all_reduce`."""
         raise AssertionError("replicas reduce by their tree")
-
-    def drain(self) -> None:
-        """Do nothing: nothing is under way."""
 
     def broadcast(self, buffer: np.ndarray, root: int) -> None:
         """Replace `buffer` of every replica by that of `root`."""
@@ -178,25 +174,6 @@ class ReplicaTransport:
             np.copyto(buffer, self._mail[rank, self.rank].pop(0))
         else:
             self._errand(lambda: self._transport.receive(buffer, self._rank_of[rank]))
-
-    def round(self, num_values: int) -> SoloRound:
-        """Return a round that nobody waits for."""
-        return SoloRound(num_values)
-
-    def wait_busily(self, is_busy: bool) -> None:
-        """Do nothing: it is the rank that waits."""
-
-    def lost_ranks(self, error: BaseException | None) -> None:
-        """Return ``None``: the rank learns which others are dead."""
-
-    def leave_waits(self) -> None:
-        """Do nothing: it is the rank that waits."""
-
-    def revoke(self) -> None:
-        """Do nothing: it is the rank that waits."""
-
-    def close(self) -> None:
-        """Do nothing: all belongs to the rank."""
 
     def abort(self, exit_code: int) -> None:
         """End every process of the job."""

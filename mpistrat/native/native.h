@@ -34,7 +34,7 @@ struct sequence;
 int mpistrat_meet(struct sequence *seq, uint64_t *values, uint64_t *largest, int64_t turns,
                   uint64_t first, uint64_t second);
 
-/* repeated.c */
+/* fast_reduction.c */
 fast_function mpistrat_repeat;
 
 /* lists.c */

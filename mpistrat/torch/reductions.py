@@ -11,7 +11,7 @@ import torch
 from mpi4py import MPI
 from torch.distributed import ReduceOp as TorchOp
 
-from mpistrat.collectives.aliasing import are_apart
+from mpistrat.arrays import are_apart
 from mpistrat.collectives.collectives import CollectiveCall
 from mpistrat.collectives.operations.all_gather import gather_flat
 from mpistrat.collectives.operations.all_to_all import exchange_flat

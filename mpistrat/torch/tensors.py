@@ -10,8 +10,7 @@ import torch
 from mpi4py import MPI
 
 from mpistrat import context
-from mpistrat.arrays import array_at_function
-from mpistrat.collectives.aliasing import are_disjoint
+from mpistrat.arrays import are_disjoint, array_at_function
 from mpistrat.collectives.collectives import CollectiveCall
 from mpistrat.comm.wire import named_dtype
 from mpistrat.errors import ContextError

@@ -10,7 +10,7 @@ import numpy as np
 from mpistrat.arrays import Array, host_view, native, place
 from mpistrat.collectives.collectives import CollectiveCall, Collectives
 from mpistrat.collectives.operations.broadcast import broadcast
-from mpistrat.collectives.prepared import dtype_name
+from mpistrat.collectives.reduction import dtype_name
 from mpistrat.variables.blocks import AxisSplit
 from mpistrat.variables.divided import SavedInPieces
 from mpistrat.variables.initial import InitialValue

@@ -12,7 +12,7 @@ import numpy as np
 
 from mpistrat.arrays import Array
 from mpistrat.collectives.collectives import CollectiveCall
-from mpistrat.collectives.prepared import dtype_name
+from mpistrat.collectives.reduction import dtype_name
 
 
 class Operation(ABC):

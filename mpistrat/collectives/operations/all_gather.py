@@ -12,7 +12,7 @@ from mpistrat.arguments import as_integer, normalize_axes
 from mpistrat.arrays import Array, native
 from mpistrat.collectives.collectives import CollectiveCall
 from mpistrat.collectives.operations import Operation, check_sendable
-from mpistrat.collectives.prepared import dtype_name
+from mpistrat.collectives.reduction import dtype_name
 from mpistrat.comm.pack_plan import GatherPlan
 from mpistrat.comm.packing import placed_like
 from mpistrat.comm.wire import TEXT_KINDS, with_width

@@ -12,12 +12,14 @@ from mpistrat.agreement.replica_channel import ReplicaChannel
 from mpistrat.arrays import (
     Array,
     address_of,
+    are_apart,
     host_view,
+    in_memory_of,
     is_array,
     is_on_host,
+    is_plain,
     namespace_of,
 )
-from mpistrat.collectives.aliasing import are_apart, in_memory_of, is_plain
 from mpistrat.collectives.autograd import (
     Arrays,
     MakeCall,
@@ -26,7 +28,7 @@ from mpistrat.collectives.autograd import (
     has_tensors,
 )
 from mpistrat.collectives.collectives import CollectiveCall, Collectives
-from mpistrat.collectives.nested import all_reduce_nest, leaf_arrays
+from mpistrat.collectives.nest_reductions import all_reduce_nest, leaf_arrays
 from mpistrat.comm.wire import result_dtype
 from mpistrat.options import CommunicationOptions, ReduceOp, ReduceOpLike
 from mpistrat.pytorch import is_loaded, is_tensor
@@ -51,7 +53,7 @@ def all_reduce(
     is_one = options is None and (is_number or type(value) is _ndarray)
     if is_one and type(reduce_op) in _OPS:
         array = np.asarray(value) if is_number else value
-        known = collectives.repeated(reduce_op, array)
+        known = collectives.fast_path(reduce_op, array)
         source = array if known is None or out is None else _source_for(array, out)
         if known is not None and source is not None:
             result = known.all_reduce(source, out)
@@ -69,7 +71,7 @@ def all_reduce(
         else:
             result = _all_reduce_into(call, op, value, out)
     if is_one:
-        collectives.repeat(call, reduce_op, np.asarray(value))
+        collectives.keep_fast_path(call, reduce_op, np.asarray(value))
     return result
 
 

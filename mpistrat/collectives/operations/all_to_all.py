@@ -13,7 +13,7 @@ from mpistrat.arguments import as_integer
 from mpistrat.arrays import Array, host_view, native
 from mpistrat.collectives.collectives import CollectiveCall
 from mpistrat.collectives.operations import Operation, axis_of, check_sendable
-from mpistrat.collectives.prepared import dtype_name
+from mpistrat.collectives.reduction import dtype_name
 from mpistrat.comm.packing import placed_like
 from mpistrat.errors import _ShapeMismatchError
 from mpistrat.sharding import consecutive, part_lengths

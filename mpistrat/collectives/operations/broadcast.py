@@ -12,7 +12,7 @@ from mpistrat.arguments import as_integer
 from mpistrat.arrays import Array, host_copy_to_send
 from mpistrat.collectives.collectives import CollectiveCall
 from mpistrat.collectives.operations import Operation, check_sendable, described
-from mpistrat.collectives.prepared import dtype_name
+from mpistrat.collectives.reduction import dtype_name
 from mpistrat.comm.packing import placed_like
 from mpistrat.comm.wire import named_dtype
 from mpistrat.options import ReduceOp

@@ -37,7 +37,7 @@ from mpistrat.options import CommunicationOptions, ReduceOp
 _logger = logging.getLogger("mpistrat")
 
 _BY_PYTHON, _READY, _IN_ROUND, _IN_BLOCKS, _IN_SLICES, _GATHERED = range(6)
-"""How numbers travel, as ``native/repeated.c`` takes it."""
+"""How numbers travel, as ``native/fast_reduction.c`` takes it."""
 _NOTHING, _NO_ROUND = (0,) * 11, (0,) * 4
 _NO_BLOCKS = (0, 0)
 
@@ -63,7 +63,7 @@ Begun = _Exchange | Packing
 """A reduction that waits for the other ranks."""
 
 
-class PreparedReduction:
+class Reduction:
     """A reduction of arrays of given dtypes and shapes, whose arguments have been checked."""
 
     # Its methods are collective. Each takes the call that it happens in, and arrays of these dtypes
@@ -186,7 +186,7 @@ class PreparedReduction:
         self.all_reduce(call, arrays, arrays)
 
     def compiled_way(self) -> tuple[tuple[int, ...], _Move | None]:
-        """Return how ``native/repeated.c`` moves one array, and the function that it calls."""
+        """Return how ``native/fast_reduction.c`` moves one array, and the function it calls."""
         plan, transport = self.plan, self._transport
         if not plan.is_single or not plan.is_unchanged or not plan.packs[0].num_bytes:
             return (_BY_PYTHON, *_NOTHING), None

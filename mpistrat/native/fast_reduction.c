@@ -1,6 +1,6 @@
 /* Repeated reductions: an all-reduce of one array that the program has made before.
 
-   Python alone takes longer for it than to reduce a few numbers. collectives/repeated.py makes the
+   Python alone takes longer for it than to reduce a few numbers. collectives/fast_reduction.py makes the
    list that says what to do, and goes on where anything is not as usual. */
 
 #include "native.h"

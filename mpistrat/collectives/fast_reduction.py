@@ -1,30 +1,171 @@
-"""Joint reductions: replicas of one rank meet once, to agree and to reduce.
+"""Fast path for reductions that a program repeats.
 
-A replica that shares its rank brings its arrays along with its vote. Once the ranks agree, what
-follows is done at once for all replicas of the rank, in one thread, before any of them goes on.
+The first call goes through `CollectiveCall`, which checks every argument; that takes longer than
+reducing a few numbers. Later calls with the same arguments run in compiled code
+(``native/fast_reduction.c``), which checks only what can have changed. Anything unusual falls back
+to `CollectiveCall`.
+
+Replicas that share a rank arrive together, once: each passes its arrays with its vote. If the ranks
+agree, one thread reduces them for all replicas of the rank, before any of them resumes.
 """
 
 from __future__ import annotations
 
+import logging
+import struct
 from collections.abc import Callable, Sequence
+from time import monotonic_ns
+from typing import Any, TypeVar
 
 import numpy as np
 
 from mpistrat.agreement.call import Call
-from mpistrat.agreement.ledger import Outcome
+from mpistrat.agreement.channel import Channel
+from mpistrat.agreement.ledger import SPREAD, Outcome, Status
 from mpistrat.agreement.replica_channel import Done, ReplicaChannel
-from mpistrat.arrays import Array
-from mpistrat.collectives.aliasing import are_apart
-from mpistrat.collectives.prepared import PreparedReduction
-from mpistrat.collectives.repeated import is_as_usual
+from mpistrat.arrays import Array, are_apart
+from mpistrat.collectives.reduction import Begun, Reduction
 from mpistrat.comm.packing import Packing
+from mpistrat.native import native_library
+from mpistrat.system.callsite import CodeOwner, code_owners, issuers, users_place
+from mpistrat.tracing.flight_recorder import FlightEntry, State
+from mpistrat.tracing.spans import active, state_of_recording
 
 _ALL_CALL = Outcome.ALL_CALL
 """Module names are found faster than members of their classes, at each collective."""
 
+_logger = logging.getLogger("mpistrat")
+
+_WAY = struct.Struct("=12q7Q")
+"""How the numbers travel, as ``native/fast_reduction.c`` takes it."""
+
+_PROGRESS, _ENTRY = -2, -1
+_OUTSIDE, _INSIDE, _BROUGHT, _AGREED = range(4)
+"""How far a call has come, as ``native/fast_reduction.c`` notes it."""
+
+
+class FastReduction:
+    """A prepared reduction of one array, and the calls in which it is repeated."""
+
+    def __init__(self, call: Call, reduction: Reduction, new_call: Callable[[], Call]) -> None:
+        # `new_call` returns a call like `call`.
+        self._new_call = new_call
+        self._channel = channel = call.channel
+        self._own_timeout_s = call.own_timeout_s
+        self.reduction = reduction
+        self._keeps_dtypes = reduction.keeps_dtypes
+        way, move = reduction.compiled_way()
+        occupancy = channel.transport.occupancy
+        self._repeat = native_library().repeat
+        # In the order of the enumeration in ``native/fast_reduction.c``.
+        self._list: list[Any] = [
+            channel,
+            channel.ledger,
+            channel.departures.found,
+            call.kind,
+            _WAY.pack(*way, reduction.signature.digest or 0, *SPREAD),
+            channel.lock.acquire,
+            channel.lock.release,
+            state_of_recording,
+            _logger,
+            logging.DEBUG,
+            self._begin,
+            users_place,
+            issuers,
+            code_owners,
+            CodeOwner.USER,
+            channel.flight,
+            FlightEntry,
+            reduction.signature,
+            "",
+            State.WAITING,
+            self._check_departed,
+            channel.meet,
+            self._vote,
+            self._end_round,
+            monotonic_ns,
+            State.AGREED,
+            self._end,
+            move,
+            State.DONE,
+            channel.pool.take,
+            occupancy.__enter__,
+            reduction.check_wait,
+            occupancy.__exit__,
+            _OUTSIDE,
+            None,
+        ]
+
+    def all_reduce(self, array: np.ndarray, out: np.ndarray | None = None) -> Array | None:
+        """Return `array` reduced over ranks, ``None`` where a call must do it. **Collective**.
+
+        The arguments are those of `Reduction.all_reduce`.
+        """
+        if out is not None and not self._keeps_dtypes:
+            return None
+        try:
+            result: Array | None = self._repeat(self._list, array, out)
+        except BaseException as error:
+            self._end_failed(error)
+            raise
+        if result is not None and self._channel.overlap is not None:
+            self._call_to_end(is_moving=False).end_overlap(None)
+        return result
+
+    def _begin(self, array: np.ndarray, out: np.ndarray | None) -> Begun:
+        outs = None if out is None else [out]
+        return self.reduction.begin(self._channel, [array], outs)
+
+    def _check_departed(self) -> None:
+        self._channel.check_departed(self.reduction.signature)
+
+    def _vote(self) -> None:
+        signature = self.reduction.signature
+        outcome = self._channel.vote(Status.CALL, signature, self._limit_s())
+        if outcome is not Outcome.ALL_CALL:
+            raise self._new_call().disagreement(signature)
+
+    def _limit_s(self) -> float | None:
+        """Return the time limit for missing ranks, which the channel may have changed since."""
+        return self._channel.timeout_s if self._own_timeout_s is None else self._own_timeout_s
+
+    def _end_round(self, known: int) -> None:
+        signature = self.reduction.signature
+        outcome = self._channel.end_round(known, signature, self._limit_s())
+        if outcome is not Outcome.ALL_CALL:
+            raise self._new_call().disagreement(signature)
+
+    def _end(self, begun: Begun) -> Array:
+        return self.reduction.end(None, begun)[0]
+
+    def _end_failed(self, error: BaseException) -> None:
+        """Give the channel back after an `error`, if it was taken."""
+        channel, progress = self._channel, self._list[_PROGRESS]
+        if progress == _OUTSIDE:
+            return
+        self._list[_PROGRESS] = _OUTSIDE
+        if channel.meet is not None and channel.pending:
+            channel.leave_round(channel.inside or "", error)
+        if progress == _BROUGHT:
+            self.reduction.withdraw_brought()
+        self.reduction.withdraw()
+        # What travels with the agreement has come with it.
+        has_come = self.reduction.travels_with_agreement and channel.checks
+        call = self._call_to_end(progress == _AGREED and not has_come)
+        call.__exit__(type(error), error, error.__traceback__)
+
+    def _call_to_end(self, is_moving: bool) -> Call:
+        """Return a call that takes over what was begun here."""
+        call = self._new_call()
+        call.resume(self._list[_ENTRY], is_moving)
+        return call
+
+
 Use = Callable[[list[Array]], object]
 """What is done once on this rank with the results."""
 
+
+_R = TypeVar("_R")
 
 _Brought = tuple["JointReduction", Sequence[Array], "Sequence[np.ndarray] | None", "Use | None"]
 """What one replica brings: its arrays, where the results go, and their use."""
@@ -33,9 +174,7 @@ _Brought = tuple["JointReduction", Sequence[Array], "Sequence[np.ndarray] | None
 class JointReduction:
     """A prepared reduction that the replicas of a rank repeat together."""
 
-    def __init__(
-        self, call: Call, reduction: PreparedReduction, new_call: Callable[[], Call]
-    ) -> None:
+    def __init__(self, call: Call, reduction: Reduction, new_call: Callable[[], Call]) -> None:
         # `new_call` returns a call like `call`.
         assert isinstance(call.channel, ReplicaChannel)
         self._channel, self._new_call = call.channel, new_call
@@ -45,7 +184,7 @@ class JointReduction:
         self._lent: list[np.ndarray] = []
 
     def all_reduce(self, array: np.ndarray, out: np.ndarray | None = None) -> Array | None:
-        """Return `array` reduced over replicas: see `RepeatedReduction.all_reduce`."""
+        """Return `array` reduced over replicas: see `FastReduction.all_reduce`."""
         if out is not None and not self.reduction.keeps_dtypes:
             return None
         results = self._meet([array], None if out is None else [out], None)
@@ -173,29 +312,43 @@ class JointReduction:
         joint, arrays, _, use = brought
         return joint.reduction.pack(joint._channel, arrays, None, lends=use is not None)
 
-    def leave_data(self, error: BaseException) -> None:
-        """Report that this rank brings no more of the data that the others wait for."""
-        self._channel.leave_data(error)
+    def or_leave(
+        self, reduce: Callable[[Sequence[_Brought]], _R], brought: Sequence[_Brought]
+    ) -> _R:
+        """Return what `reduce` returns; if it fails, the other ranks learn that no data comes."""
+        try:
+            return reduce(brought)
+        except BaseException as error:
+            self._channel.leave_data(error)
+            raise
 
 
 def _reduce_each(brought: Sequence[_Brought]) -> Sequence[list[Array]]:
     """Reduce what replicas have brought, for each. **Collective** over ranks."""
     joint = brought[0][0]
-    try:
-        return joint.reduce(brought)
-    except BaseException as error:
-        joint.leave_data(error)
-        raise
+    return joint.or_leave(joint.reduce, brought)
 
 
 def _reduce_and_use(brought: Sequence[_Brought]) -> Sequence[list[Array]]:
     """Have the first replica's `use` called with the results. **Collective** over ranks."""
     joint, _, _, use = brought[0]
     assert use is not None
-    try:
-        results = joint.reduce_to_lent(brought)
-    except BaseException as error:
-        joint.leave_data(error)
-        raise
-    use(results)
+    use(joint.or_leave(joint.reduce_to_lent, brought))
     return [[]] * len(brought)
+
+
+def _is_watched() -> bool:
+    """Return whether a timeline or a log shows what moves."""
+    return active() is not None or _logger.isEnabledFor(logging.DEBUG)
+
+
+def is_as_usual(channel: Channel) -> bool:
+    """Return whether a collective can do without a `Call`, which looks at all that may be."""
+    return (
+        channel.inside is None
+        and channel.closed is None
+        and not channel.departures.found
+        and channel.on_collective is None
+        and channel.on_received is None
+        and not _is_watched()
+    )
