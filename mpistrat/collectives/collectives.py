@@ -136,7 +136,7 @@ class CollectiveCall(Call):
         self, op: ReduceOp, arrays: Sequence[np.ndarray], structure: object = ()
     ) -> None:
         """Overwrite each array with its reduction over ranks. **Collective**."""
-        self.prepare(op, arrays, "in place", structure).all_reduce_in_place(self, arrays)
+        self.prepare(op, arrays, "in place", structure).all_reduce(self, arrays, arrays)
 
     def start_all_reduce(
         self, op: ReduceOp, arrays: Sequence[Array], structure: object = ()

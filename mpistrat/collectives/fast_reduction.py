@@ -11,11 +11,11 @@ agree, one thread reduces them for all replicas of the rank, before any of them 
 
 from __future__ import annotations
 
+import enum
 import logging
-import struct
 from collections.abc import Callable, Sequence
 from time import monotonic_ns
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -36,16 +36,20 @@ _ALL_CALL = Outcome.ALL_CALL
 
 _logger = logging.getLogger("mpistrat")
 
-_WAY = struct.Struct("=12q7Q")
-"""How the numbers travel, as ``native/fast_reduction.c`` takes it."""
 
-_PROGRESS, _ENTRY = -2, -1
-_OUTSIDE, _INSIDE, _BROUGHT, _AGREED = range(4)
-"""How far a call has come, as ``native/fast_reduction.c`` notes it."""
+class Progress(enum.IntEnum):
+    """How far a call has come; as in ``native/fast_reduction.c``."""
+
+    OUTSIDE = 0
+    INSIDE = 1
+    """The channel is taken."""
+    BROUGHT = 2
+    """The numbers are where the other ranks look for them."""
+    AGREED = 3
 
 
 class FastReduction:
-    """A prepared reduction of one array, and the calls in which it is repeated."""
+    """A reduction of one array, and the calls that repeat it."""
 
     def __init__(self, call: Call, reduction: Reduction, new_call: Callable[[], Call]) -> None:
         # `new_call` returns a call like `call`.
@@ -54,47 +58,45 @@ class FastReduction:
         self._own_timeout_s = call.own_timeout_s
         self.reduction = reduction
         self._keeps_dtypes = reduction.keeps_dtypes
-        way, move = reduction.compiled_way()
-        occupancy = channel.transport.occupancy
-        self._repeat = native_library().repeat
-        # In the order of the enumeration in ``native/fast_reduction.c``.
-        self._list: list[Any] = [
-            channel,
-            channel.ledger,
-            channel.departures.found,
-            call.kind,
-            _WAY.pack(*way, reduction.signature.digest or 0, *SPREAD),
-            channel.lock.acquire,
-            channel.lock.release,
-            state_of_recording,
-            _logger,
-            logging.DEBUG,
-            self._begin,
-            users_place,
-            issuers,
-            code_owners,
-            CodeOwner.USER,
-            channel.flight,
-            FlightEntry,
-            reduction.signature,
-            "",
-            State.WAITING,
-            self._check_departed,
-            channel.meet,
-            self._vote,
-            self._end_round,
-            monotonic_ns,
-            State.AGREED,
-            self._end,
-            move,
-            State.DONE,
-            channel.pool.take,
-            occupancy.__enter__,
-            reduction.check_wait,
-            occupancy.__exit__,
-            _OUTSIDE,
-            None,
-        ]
+        path, occupancy = reduction.fast_path(), channel.transport.occupancy
+        self._compiled = native_library().FastReduction(
+            channel=channel,
+            ledger=channel.ledger,
+            departed=channel.departures.found,
+            kind=call.kind,
+            acquire=channel.lock.acquire,
+            release=channel.lock.release,
+            recording=state_of_recording,
+            logger=_logger,
+            debug_level=logging.DEBUG,
+            begin=self._begin,
+            find_place=users_place,
+            issuers=issuers,
+            code_owners=code_owners,
+            user=CodeOwner.USER,
+            flight=channel.flight,
+            entry_type=FlightEntry,
+            signature=reduction.signature,
+            extra="",
+            waiting=State.WAITING,
+            agreed=State.AGREED,
+            done=State.DONE,
+            check_departed=self._check_departed,
+            meet=channel.meet,
+            vote=self._vote,
+            end_round=self._end_round,
+            clock=monotonic_ns,
+            end=self._end,
+            move=path.move,
+            take=channel.pool.take,
+            enter=occupancy.__enter__,
+            check=reduction.check_wait,
+            exit=occupancy.__exit__,
+            digest=reduction.signature.digest or 0,
+            spread=tuple(SPREAD),
+            route=path.route,
+            **path.numbers,
+        )
 
     def all_reduce(self, array: np.ndarray, out: np.ndarray | None = None) -> Array | None:
         """Return `array` reduced over ranks, ``None`` where a call must do it. **Collective**.
@@ -104,7 +106,7 @@ class FastReduction:
         if out is not None and not self._keeps_dtypes:
             return None
         try:
-            result: Array | None = self._repeat(self._list, array, out)
+            result: Array | None = self._compiled.all_reduce(array, out)
         except BaseException as error:
             self._end_failed(error)
             raise
@@ -140,24 +142,24 @@ class FastReduction:
 
     def _end_failed(self, error: BaseException) -> None:
         """Give the channel back after an `error`, if it was taken."""
-        channel, progress = self._channel, self._list[_PROGRESS]
-        if progress == _OUTSIDE:
+        channel, progress = self._channel, self._compiled.progress
+        if progress == Progress.OUTSIDE:
             return
-        self._list[_PROGRESS] = _OUTSIDE
+        self._compiled.progress = Progress.OUTSIDE
         if channel.meet is not None and channel.pending:
             channel.leave_round(channel.inside or "", error)
-        if progress == _BROUGHT:
+        if progress == Progress.BROUGHT:
             self.reduction.withdraw_brought()
         self.reduction.withdraw()
         # What travels with the agreement has come with it.
         has_come = self.reduction.travels_with_agreement and channel.checks
-        call = self._call_to_end(progress == _AGREED and not has_come)
+        call = self._call_to_end(progress == Progress.AGREED and not has_come)
         call.__exit__(type(error), error, error.__traceback__)
 
     def _call_to_end(self, is_moving: bool) -> Call:
         """Return a call that takes over what was begun here."""
         call = self._new_call()
-        call.resume(self._list[_ENTRY], is_moving)
+        call.resume(self._compiled.entry, is_moving)
         return call
 
 
@@ -211,7 +213,7 @@ class JointReduction:
         channel = self._channel
         meetings, sequence = channel.meetings, channel.ledger.sequence
         if meetings.usual_at != sequence:
-            if not channel.checks or not is_as_usual(channel):
+            if not channel.checks or not _is_as_usual(channel):
                 return None
             meetings.usual_at = sequence  # the others need not look again
         lock = channel.lock
@@ -337,12 +339,7 @@ def _reduce_and_use(brought: Sequence[_Brought]) -> Sequence[list[Array]]:
     return [[]] * len(brought)
 
 
-def _is_watched() -> bool:
-    """Return whether a timeline or a log shows what moves."""
-    return active() is not None or _logger.isEnabledFor(logging.DEBUG)
-
-
-def is_as_usual(channel: Channel) -> bool:
+def _is_as_usual(channel: Channel) -> bool:
     """Return whether a collective can do without a `Call`, which looks at all that may be."""
     return (
         channel.inside is None
@@ -350,5 +347,6 @@ def is_as_usual(channel: Channel) -> bool:
         and not channel.departures.found
         and channel.on_collective is None
         and channel.on_received is None
-        and not _is_watched()
+        and active() is None
+        and not _logger.isEnabledFor(logging.DEBUG)
     )

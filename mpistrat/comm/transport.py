@@ -95,8 +95,8 @@ class Piggyback(Round, Protocol):
     """How many bytes may travel with a round."""
     is_shared: bool
     """Whether the ranks meet in memory that they share, else by MPI."""
-    way: tuple[int, ...]
-    """The numbers with which compiled code meets the other ranks, or finds what travels."""
+    way: dict[str, int]
+    """The numbers by name with which compiled code meets the other ranks, or finds what travels."""
 
     def attach(self, source: np.ndarray) -> None:
         """Have `source` travel with the next round."""
@@ -127,8 +127,8 @@ class NodeReducer(Reducer, Protocol):
     def detach(self) -> None:
         """Withdraw what was attached last, if it was not reduced."""
 
-    def way(self, op: ReduceOp, dtype: np.dtype, num_bytes: int) -> tuple[int, ...]:
-        """Return the numbers with which compiled code reduces an array, empty if it cannot."""
+    def way(self, op: ReduceOp, dtype: np.dtype, num_bytes: int) -> dict[str, int]:
+        """Return the numbers, by name, with which compiled code reduces an array, if it can."""
         # `check` is called after its waits, and `withdraw` where the ranks do not agree.
 
     def ready(self, op: ReduceOp, dtype: np.dtype) -> Callable[[np.ndarray], object] | None:

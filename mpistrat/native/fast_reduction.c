@@ -1,42 +1,66 @@
-/* Repeated reductions: an all-reduce of one array that the program has made before.
+/* Fast reductions: an all-reduce of one array that the program has made before.
 
-   Python alone takes longer for it than to reduce a few numbers. collectives/fast_reduction.py makes the
-   list that says what to do, and goes on where anything is not as usual. */
+   Python alone takes longer for it than to reduce a few numbers. collectives/fast_reduction.py
+   creates the objects, and takes over if anything is not as usual. */
 
 #include "native.h"
 #include "sequences.h"
 
+#include <stddef.h>
 #include <string.h>
+#include <structmember.h>
 
-/* What the list has. The last two are written here. */
-enum {
-    CHANNEL, LEDGER, DEPARTED, KIND, WAY, ACQUIRE, RELEASE, RECORDING, LOGGER, DEBUG_LEVEL, BEGIN,
-    FIND_PLACE, ISSUERS, OWNERS, USER, FLIGHT, ENTRY_TYPE, SIGNATURE, EXTRA, IS_WAITING,
-    CHECK_DEPARTED, MEET, VOTE, END_ROUND, CLOCK, IS_AGREED, END, MOVE, IS_DONE, TAKE, ENTER, CHECK,
-    EXIT,
-    PROGRESS, ENTRY
-};
+/* The objects that a FastReduction is created with, by name. */
+#define OBJECTS(X)                                                                               \
+    X(CHANNEL, "channel") X(LEDGER, "ledger") X(DEPARTED, "departed") X(KIND, "kind")            \
+    X(ACQUIRE, "acquire") X(RELEASE, "release") X(RECORDING, "recording") X(LOGGER, "logger")    \
+    X(DEBUG_LEVEL, "debug_level") X(BEGIN, "begin") X(FIND_PLACE, "find_place")                  \
+    X(ISSUERS, "issuers") X(CODE_OWNERS, "code_owners") X(USER, "user") X(FLIGHT, "flight")      \
+    X(ENTRY_TYPE, "entry_type") X(SIGNATURE, "signature") X(EXTRA, "extra")                      \
+    X(IS_WAITING, "waiting") X(IS_AGREED, "agreed") X(IS_DONE, "done")                           \
+    X(CHECK_DEPARTED, "check_departed") X(MEET, "meet") X(VOTE, "vote")                          \
+    X(END_ROUND, "end_round") X(CLOCK, "clock") X(END, "end") X(MOVE, "move") X(TAKE, "take")    \
+    X(ENTER, "enter") X(CHECK, "check") X(EXIT, "exit")
+#define AS_NUMBER(NUMBER, NAME) NUMBER,
+#define AS_NAME(NUMBER, NAME) NAME,
+enum { OBJECTS(AS_NUMBER) NUM_OBJECTS };
+static const char *const object_names[] = {OBJECTS(AS_NAME)};
 
-/* How far a call has come: the channel is taken; the numbers lie where others look for them; all
-   ranks agree. */
+/* How far a call has come: Progress in collectives/fast_reduction.py. */
 enum { OUTSIDE, INSIDE, BROUGHT, AGREED };
 
-/* How the numbers travel: as Python does it; by what Python has ready; in shared memory, all of them
-   with the round, in blocks, or in one block whose slices Python reduces over nodes; by MPI with the
-   round. */
-enum { BY_PYTHON, READY, IN_ROUND, IN_BLOCKS, IN_SLICES, GATHERED };
+/* How the numbers travel: Route in collectives/reduction.py. */
+enum { BY_PYTHON, BY_MPI, IN_ROUND, IN_BLOCKS, IN_SLICES, GATHERED };
 
-/* GATHERED: `values` is where those of this rank leave from, `largest` where those of the first of
-   `owners` ranks arrive, and of each other one `turns` bytes behind those of the one before. */
-
-struct way {
-    int64_t travel;
+/* The numbers that a FastReduction is created with; 0 where none is given. With GATHERED, `values`
+   is where those of this rank leave from, `largest` where those of the first of `owners` ranks
+   arrive, and those of each other rank arrive `turns` bytes behind those of the rank before. */
+struct path {
+    int64_t route;
     struct sequence *rounds;
     uint64_t *values, *largest;
     int64_t turns;
     struct sequence *reductions;
     int64_t function, divisor, itemsize, block, small, owners;
-    uint64_t digest, spread[6]; /* of the signature, and what each counter is multiplied by */
+    uint64_t digest; /* of the signature */
+    uint64_t spread[6]; /* what each counter is multiplied by */
+};
+#define FIELD(NAME) {#NAME, offsetof(struct path, NAME)}
+static const struct {
+    const char *name;
+    size_t offset;
+} fields[] = {FIELD(route),   FIELD(rounds),  FIELD(values),   FIELD(largest), FIELD(turns),
+              FIELD(reductions), FIELD(function), FIELD(divisor), FIELD(itemsize), FIELD(block),
+              FIELD(small),   FIELD(owners),  FIELD(digest)};
+enum { NUM_FIELDS = sizeof fields / sizeof *fields };
+_Static_assert(sizeof(void *) == sizeof(int64_t), "an address is a field of 64 bits");
+
+struct fast {
+    PyObject_HEAD
+    PyObject *objects[NUM_OBJECTS];
+    struct path path;
+    PyObject *entry; /* of the flight record, for the call under way */
+    long progress;
 };
 
 enum { NUM_COUNTERS = 6, ALL_EQUAL = 2 };
@@ -62,30 +86,25 @@ static int make_names(void)
     return 0;
 }
 
-/* ---- what the list has ---- */
+/* ---- what a FastReduction has ---- */
 
-static PyObject *item(PyObject *list, int number)
+static PyObject *item(struct fast *fast, int number)
 {
-    return PyList_GetItem(list, number); /* borrowed */
-}
-
-static int set_progress(PyObject *list, long progress)
-{
-    return PyList_SetItem(list, PROGRESS, PyLong_FromLong(progress));
+    return fast->objects[number]; /* borrowed */
 }
 
 /* Call item `number`, and return whether it returned. */
-static int call(PyObject *list, int number, PyObject *argument)
+static int call(struct fast *fast, int number, PyObject *argument)
 {
-    PyObject *result = PyObject_CallFunctionObjArgs(item(list, number), argument, NULL);
+    PyObject *result = PyObject_CallFunctionObjArgs(item(fast, number), argument, NULL);
     Py_XDECREF(result);
     return result != NULL;
 }
 
 /* Set an attribute to what item CLOCK returns. */
-static int note_time(PyObject *list, PyObject *entry, int name)
+static int note_time(struct fast *fast, PyObject *entry, int name)
 {
-    PyObject *now = PyObject_CallFunctionObjArgs(item(list, CLOCK), NULL);
+    PyObject *now = PyObject_CallFunctionObjArgs(item(fast, CLOCK), NULL);
     int is_set = now != NULL && PyObject_SetAttr(entry, names[name], now) == 0;
     Py_XDECREF(now);
     return is_set;
@@ -108,39 +127,30 @@ static int is_true(PyObject *found)
 }
 
 /* Whether a timeline or a log shows what moves; -1 on errors. */
-static int is_watched(PyObject *list)
+static int is_watched(struct fast *fast)
 {
-    int is_unrecorded = has(item(list, RECORDING), RECORDER, Py_None);
+    int is_unrecorded = has(item(fast, RECORDING), RECORDER, Py_None);
     if (is_unrecorded != 1)
         return is_unrecorded < 0 ? -1 : 1;
-    return is_true(PyObject_CallMethodObjArgs(item(list, LOGGER), names[IS_ENABLED_FOR],
-                                              item(list, DEBUG_LEVEL), NULL));
+    return is_true(PyObject_CallMethodObjArgs(item(fast, LOGGER), names[IS_ENABLED_FOR],
+                                              item(fast, DEBUG_LEVEL), NULL));
 }
 
 /* Whether a collective can do without a Call, which looks at all that may be; -1 on errors. */
-static int is_as_usual(PyObject *list)
+static int is_as_usual(struct fast *fast)
 {
     for (int name = INSIDE_NAME; name <= ON_RECEIVED; name++) {
-        int is_none = has(item(list, CHANNEL), name, Py_None);
+        int is_none = has(item(fast, CHANNEL), name, Py_None);
         if (is_none != 1)
             return is_none;
     }
-    if (PyDict_Size(item(list, DEPARTED)) > 0)
+    if (PyDict_Size(item(fast, DEPARTED)) > 0)
         return 0;
-    int watched = is_watched(list);
+    int watched = is_watched(fast);
     return watched < 0 ? -1 : !watched;
 }
 
 /* ---- the steps of a call; each returns whether it has succeeded ---- */
-
-static int take_way(PyObject *list, struct way *way)
-{
-    const char *bytes = PyBytes_AsString(item(list, WAY));
-    if (bytes == NULL)
-        return 0;
-    memcpy(way, bytes, sizeof *way);
-    return 1;
-}
 
 static struct piece piece_of(PyObject *array, PyObject *target)
 {
@@ -148,13 +158,13 @@ static struct piece piece_of(PyObject *array, PyObject *target)
                           PyArray_NBYTES((PyArrayObject *)array)};
 }
 
-static struct message message_of(const struct way *way, const struct piece *piece)
+static struct message message_of(const struct path *path, const struct piece *piece)
 {
-    return (struct message){piece, 1, 1, piece->num_bytes, way->block, way->small};
+    return (struct message){piece, 1, 1, piece->num_bytes, path->block, path->small};
 }
 
 /* A new array for the result. */
-static PyObject *take_target(PyObject *list, PyArrayObject *array)
+static PyObject *take_target(struct fast *fast, PyArrayObject *array)
 {
     enum { SMALL_BYTES = 1 << 12 }; /* they come from NumPy in any case */
     if (PyArray_NBYTES(array) < SMALL_BYTES)
@@ -163,48 +173,49 @@ static PyObject *take_target(PyObject *list, PyArrayObject *array)
     PyObject *dtype = PyObject_GetAttr((PyObject *)array, names[DTYPE]);
     PyObject *target = NULL;
     if (shape != NULL && dtype != NULL)
-        target = PyObject_CallFunctionObjArgs(item(list, TAKE), shape, dtype, NULL);
+        target = PyObject_CallFunctionObjArgs(item(fast, TAKE), shape, dtype, NULL);
     Py_XDECREF(shape);
     Py_XDECREF(dtype);
     return target;
 }
 
 /* Put the numbers where the other ranks look for them once they agree. */
-static int bring(PyObject *list, const struct way *way, PyObject *array, PyObject *target)
+static int bring(struct fast *fast, const struct path *path, PyObject *array, PyObject *target)
 {
     const struct piece own = piece_of(array, target), *piece = &own;
-    if (way->travel == READY)
+    if (path->route == BY_MPI)
         return 1;
-    if (way->travel == IN_ROUND) {
-        mpistrat_round_contribute(way->rounds, piece->source, piece->num_bytes, 0);
+    if (path->route == IN_ROUND) {
+        mpistrat_round_contribute(path->rounds, piece->source, piece->num_bytes, 0);
         return 1;
     }
-    if (way->travel == GATHERED) {
-        memcpy(way->values, piece->source, piece->num_bytes);
+    if (path->route == GATHERED) {
+        memcpy(path->values, piece->source, piece->num_bytes);
         return 1;
     }
     Py_BEGIN_ALLOW_THREADS
-    if (way->travel == IN_SLICES)
-        mpistrat_contribute_slices(way->reductions, way->owners, piece->source, piece->num_bytes);
+    if (path->route == IN_SLICES)
+        mpistrat_contribute_slices(path->reductions, path->owners, piece->source, piece->num_bytes);
     else
-        mpistrat_reduce_contribute(way->reductions, message_of(way, piece));
+        mpistrat_reduce_contribute(path->reductions, message_of(path, piece));
     Py_END_ALLOW_THREADS
-    return set_progress(list, BROUGHT) == 0;
+    fast->progress = BROUGHT;
+    return 1;
 }
 
 /* Where the user's code is, as users_place finds it, which does so where this is NULL without an
    error. */
-static PyObject *known_place(PyObject *list)
+static PyObject *known_place(struct fast *fast)
 {
-    if (PyDict_Size(item(list, ISSUERS)) != 0)
+    if (PyDict_Size(item(fast, ISSUERS)) != 0)
         return NULL;
     PyObject *frame = (PyObject *)PyEval_GetFrame(), *place = NULL;
     Py_XINCREF(frame);
     while (frame != NULL && frame != Py_None) {
         PyObject *code = (PyObject *)PyFrame_GetCode((PyFrameObject *)frame);
         PyObject *file = PyObject_GetAttr(code, names[CO_FILENAME]), *next = NULL;
-        PyObject *owner = file == NULL ? NULL : PyDict_GetItem(item(list, OWNERS), file);
-        if (owner == item(list, USER)) {
+        PyObject *owner = file == NULL ? NULL : PyDict_GetItem(item(fast, CODE_OWNERS), file);
+        if (owner == item(fast, USER)) {
             PyObject *offset = PyObject_GetAttr(frame, names[F_LASTI]);
             if (offset != NULL)
                 place = PyTuple_Pack(2, code, offset);
@@ -221,11 +232,11 @@ static PyObject *known_place(PyObject *list)
     return place;
 }
 
-static PyObject *find_place(PyObject *list)
+static PyObject *find_place(struct fast *fast)
 {
-    PyObject *place = known_place(list);
+    PyObject *place = known_place(fast);
     if (place == NULL && !PyErr_Occurred())
-        place = PyObject_CallFunctionObjArgs(item(list, FIND_PLACE), PyEval_GetFrame(), NULL);
+        place = PyObject_CallFunctionObjArgs(item(fast, FIND_PLACE), PyEval_GetFrame(), NULL);
     return place;
 }
 
@@ -252,22 +263,30 @@ static int set_new(PyObject *entry, int name, PyObject *value)
     return is_set;
 }
 
-/* Add an entry to the flight record: see FlightRecord.begin. */
-static PyObject *begin_entry(PyObject *list)
+static void set_entry(struct fast *fast, PyObject *entry)
 {
-    PyObject *entry = PyObject_CallFunctionObjArgs(item(list, ENTRY_TYPE), NULL);
-    PyObject *ledger = item(list, LEDGER), *entries = NULL, *added = NULL;
-    if (entry == NULL || PyList_SetItem(list, ENTRY, entry) != 0) /* which keeps it */
+    PyObject *before = fast->entry;
+    fast->entry = entry;
+    Py_XDECREF(before);
+}
+
+/* Add an entry to the flight record: see FlightRecord.begin. */
+static PyObject *begin_entry(struct fast *fast)
+{
+    PyObject *entry = PyObject_CallFunctionObjArgs(item(fast, ENTRY_TYPE), NULL);
+    PyObject *ledger = item(fast, LEDGER), *entries = NULL, *added = NULL;
+    if (entry == NULL)
         return NULL;
-    if (set_new(entry, PLACE, find_place(list)) && note_time(list, entry, BEGAN_NS)
+    set_entry(fast, entry);
+    if (set_new(entry, PLACE, find_place(fast)) && note_time(fast, entry, BEGAN_NS)
         && set_new(entry, AGREED_NS, PyLong_FromLong(0))
         && set_new(entry, ENDED_NS, PyLong_FromLong(0))
         && set_new(entry, NUMBER, PyObject_GetAttr(ledger, names[SEQUENCE]))
         && set_new(entry, COUNTERS, counters_of(ledger))
-        && PyObject_SetAttr(entry, names[STATE], item(list, IS_WAITING)) == 0
-        && PyObject_SetAttr(entry, names[ITS_SIGNATURE], item(list, SIGNATURE)) == 0
-        && PyObject_SetAttr(entry, names[ITS_EXTRA], item(list, EXTRA)) == 0)
-        entries = PyObject_GetAttr(item(list, FLIGHT), names[ENTRIES]);
+        && PyObject_SetAttr(entry, names[STATE], item(fast, IS_WAITING)) == 0
+        && PyObject_SetAttr(entry, names[ITS_SIGNATURE], item(fast, SIGNATURE)) == 0
+        && PyObject_SetAttr(entry, names[ITS_EXTRA], item(fast, EXTRA)) == 0)
+        entries = PyObject_GetAttr(item(fast, FLIGHT), names[ENTRIES]);
     if (entries != NULL)
         added = PyObject_CallMethodObjArgs(entries, names[APPEND], entry, NULL);
     Py_XDECREF(entries);
@@ -276,18 +295,18 @@ static PyObject *begin_entry(PyObject *list)
 }
 
 /* Count the collective, and return its digest: see Ledger.digest. */
-static int count(PyObject *list, const struct way *way, uint64_t *digest)
+static int count(struct fast *fast, const struct path *path, uint64_t *digest)
 {
-    PyObject *ledger = item(list, LEDGER);
+    PyObject *ledger = item(fast, LEDGER);
     uint64_t counters[NUM_COUNTERS];
-    *digest = way->digest;
+    *digest = path->digest;
     for (int i = 0; i < NUM_COUNTERS; i++) {
         PyObject *counter = PyObject_GetAttr(ledger, names[i]);
         if (counter == NULL)
             return 0;
         counters[i] = PyLong_AsUnsignedLongLong(counter);
         Py_DECREF(counter);
-        *digest += counters[i] * way->spread[i];
+        *digest += counters[i] * path->spread[i];
     }
     if (PyErr_Occurred())
         return 0;
@@ -298,14 +317,14 @@ static int count(PyObject *list, const struct way *way, uint64_t *digest)
 }
 
 /* Bring a call with `digest` to a round: as mpistrat_meet; -1 on errors. */
-static int meet(PyObject *list, const struct way *way, uint64_t digest)
+static int meet(struct fast *fast, const struct path *path, uint64_t digest)
 {
-    if (way->rounds != NULL)
-        return mpistrat_meet(way->rounds, way->values, way->largest, way->turns, 0, digest);
+    if (path->rounds != NULL)
+        return mpistrat_meet(path->rounds, path->values, path->largest, path->turns, 0, digest);
     PyObject *status = PyLong_FromLong(0), *number = PyLong_FromUnsignedLongLong(digest);
     PyObject *found = NULL;
     if (status != NULL && number != NULL)
-        found = PyObject_CallFunctionObjArgs(item(list, MEET), status, number, NULL);
+        found = PyObject_CallFunctionObjArgs(item(fast, MEET), status, number, NULL);
     int known = found == NULL ? -1 : (int)PyLong_AsLong(found);
     Py_XDECREF(status);
     Py_XDECREF(number);
@@ -314,29 +333,29 @@ static int meet(PyObject *list, const struct way *way, uint64_t digest)
 }
 
 /* Agree with the other ranks. */
-static int agree(PyObject *list, const struct way *way)
+static int agree(struct fast *fast, const struct path *path)
 {
     uint64_t digest;
-    if (item(list, MEET) == Py_None)
-        return call(list, VOTE, NULL);
-    PyObject *channel = item(list, CHANNEL);
-    if (!count(list, way, &digest)
-        || (PyDict_Size(item(list, DEPARTED)) > 0 && !call(list, CHECK_DEPARTED, NULL))
+    if (item(fast, MEET) == Py_None)
+        return call(fast, VOTE, NULL);
+    PyObject *channel = item(fast, CHANNEL);
+    if (!count(fast, path, &digest)
+        || (PyDict_Size(item(fast, DEPARTED)) > 0 && !call(fast, CHECK_DEPARTED, NULL))
         || PyObject_SetAttr(channel, names[PENDING], Py_True) != 0)
         return 0;
-    int known = meet(list, way, digest);
+    int known = meet(fast, path, digest);
     if (known < 0)
         return 0;
     if (known == ALL_EQUAL)
         return PyObject_SetAttr(channel, names[PENDING], Py_False) == 0;
     PyObject *argument = PyLong_FromLong(known);
-    int agreed = argument != NULL && call(list, END_ROUND, argument);
+    int agreed = argument != NULL && call(fast, END_ROUND, argument);
     Py_XDECREF(argument);
     return agreed;
 }
 
 /* Leave a wait for data, as Python leaves `with occupancy`. */
-static int leave_wait(PyObject *list, int has_succeeded)
+static int leave_wait(struct fast *fast, int has_succeeded)
 {
     PyObject *type = Py_None, *error = Py_None, *trace = Py_None;
     if (!has_succeeded) {
@@ -344,7 +363,7 @@ static int leave_wait(PyObject *list, int has_succeeded)
         PyErr_NormalizeException(&type, &error, &trace);
     }
     PyObject *left = PyObject_CallFunctionObjArgs(
-        item(list, EXIT), type, error, trace == NULL ? Py_None : trace, NULL);
+        item(fast, EXIT), type, error, trace == NULL ? Py_None : trace, NULL);
     if (has_succeeded || left == NULL) {
         if (!has_succeeded) {
             Py_XDECREF(type);
@@ -360,98 +379,97 @@ static int leave_wait(PyObject *list, int has_succeeded)
 }
 
 /* Reduce a block within the node, its slice over nodes, and collect the slices. */
-static int reduce_slices(PyObject *list, const struct way *way, const struct piece *piece,
+static int reduce_slices(struct fast *fast, const struct path *path, const struct piece *piece,
                          PyArrayObject *array)
 {
     int64_t slice[2] = {0, 0};
     Py_BEGIN_ALLOW_THREADS
-    mpistrat_reduce_slice(way->reductions, way->function, way->owners, piece->source,
+    mpistrat_reduce_slice(path->reductions, path->function, path->owners, piece->source,
                           piece->num_bytes, slice);
     Py_END_ALLOW_THREADS
-    if (!call(list, CHECK, NULL))
+    if (!call(fast, CHECK, NULL))
         return 0;
     if (slice[1] > 0) {
         npy_intp count = slice[1] / PyArray_ITEMSIZE(array);
         PyObject *own = PyArray_SimpleNewFromData(1, &count, PyArray_TYPE(array),
                                                   (void *)slice[0]);
-        int is_moved = own != NULL && call(list, MOVE, own);
+        int is_moved = own != NULL && call(fast, MOVE, own);
         Py_XDECREF(own);
         if (!is_moved)
             return 0;
     }
     Py_BEGIN_ALLOW_THREADS
-    mpistrat_collect_slices(way->reductions, way->owners, piece->target, piece->num_bytes);
+    mpistrat_collect_slices(path->reductions, path->owners, piece->target, piece->num_bytes);
     Py_END_ALLOW_THREADS
-    return call(list, CHECK, NULL);
+    return call(fast, CHECK, NULL);
 }
 
 /* Write the result to `target`. */
-static int reduce(PyObject *list, const struct way *way, PyObject *array, PyObject *target)
+static int reduce(struct fast *fast, const struct path *path, PyObject *array, PyObject *target)
 {
-    if (way->travel == READY) {
-        PyObject *moved = PyObject_CallFunctionObjArgs(item(list, MOVE), array, target, NULL);
+    if (path->route == BY_MPI) {
+        PyObject *moved = PyObject_CallFunctionObjArgs(item(fast, MOVE), array, target, NULL);
         Py_XDECREF(moved);
         return moved != NULL;
     }
     const struct piece own = piece_of(array, target), *piece = &own;
-    const struct arithmetic how = {way->function, way->divisor, way->itemsize, NULL};
-    if (way->travel == IN_ROUND) {
-        mpistrat_round_result(way->rounds, how, 0, piece->target, piece->num_bytes);
+    const struct arithmetic how = {path->function, path->divisor, path->itemsize, NULL};
+    if (path->route == IN_ROUND) {
+        mpistrat_round_result(path->rounds, how, 0, piece->target, piece->num_bytes);
         return 1;
     }
-    if (way->travel == GATHERED) {
-        mpistrat_combine_rows(how, (const char *)way->largest, way->turns, way->owners,
+    if (path->route == GATHERED) {
+        mpistrat_combine_rows(how, (const char *)path->largest, path->turns, path->owners,
                               piece->target, piece->num_bytes);
         return 1;
     }
-    if (!call(list, ENTER, NULL))
+    if (!call(fast, ENTER, NULL))
         return 0;
-    if (way->travel == IN_SLICES)
-        return leave_wait(list, reduce_slices(list, way, piece, (PyArrayObject *)array));
+    if (path->route == IN_SLICES)
+        return leave_wait(fast, reduce_slices(fast, path, piece, (PyArrayObject *)array));
     Py_BEGIN_ALLOW_THREADS
-    mpistrat_reduce(way->reductions, how, message_of(way, piece), 1);
+    mpistrat_reduce(path->reductions, how, message_of(path, piece), 1);
     Py_END_ALLOW_THREADS
-    return leave_wait(list, call(list, CHECK, NULL));
+    return leave_wait(fast, call(fast, CHECK, NULL));
 }
 
 /* ---- the call ---- */
 
 /* Reduce `array`, once the channel is taken. Returns the result. */
-static PyObject *reduce_inside(PyObject *list, PyArrayObject *array, PyObject *out)
+static PyObject *reduce_inside(struct fast *fast, PyArrayObject *array, PyObject *out)
 {
-    struct way way;
-    int checks = has(item(list, CHANNEL), CHECKS, Py_True);
+    struct path path = fast->path;
+    int checks = has(item(fast, CHANNEL), CHECKS, Py_True);
     PyObject *target = NULL, *begun = NULL, *entry = NULL;
-    if (checks < 0 || !take_way(list, &way))
+    if (checks < 0)
         return NULL;
-    if (!checks && way.travel == IN_ROUND) /* there is none */
-        way.travel = IN_BLOCKS;
-    if (!checks && way.travel == GATHERED)
-        way.travel = item(list, MOVE) == Py_None ? BY_PYTHON : READY;
-    if (way.travel == BY_PYTHON) {
-        begun = PyObject_CallFunctionObjArgs(item(list, BEGIN), (PyObject *)array, out, NULL);
+    if (!checks && path.route == IN_ROUND) /* there is none */
+        path.route = IN_BLOCKS;
+    if (!checks && path.route == GATHERED)
+        path.route = item(fast, MOVE) == Py_None ? BY_PYTHON : BY_MPI;
+    if (path.route == BY_PYTHON) {
+        begun = PyObject_CallFunctionObjArgs(item(fast, BEGIN), (PyObject *)array, out, NULL);
         if (begun == NULL)
             return NULL;
     } else {
-        target = out == Py_None ? take_target(list, array) : (Py_INCREF(out), out);
+        target = out == Py_None ? take_target(fast, array) : (Py_INCREF(out), out);
         if (target == NULL)
             return NULL;
-        if (!bring(list, &way, (PyObject *)array, target))
+        if (!bring(fast, &path, (PyObject *)array, target))
             goto failed;
     }
-    if (checks && ((entry = begin_entry(list)) == NULL || !agree(list, &way)
-                   || !note_time(list, entry, AGREED_NS)
-                   || PyObject_SetAttr(entry, names[STATE], item(list, IS_AGREED)) != 0))
+    if (checks && ((entry = begin_entry(fast)) == NULL || !agree(fast, &path)
+                   || !note_time(fast, entry, AGREED_NS)
+                   || PyObject_SetAttr(entry, names[STATE], item(fast, IS_AGREED)) != 0))
         goto failed;
-    if (set_progress(list, AGREED) != 0)
-        goto failed;
-    if (way.travel == BY_PYTHON)
-        target = PyObject_CallFunctionObjArgs(item(list, END), begun, NULL);
-    else if (!reduce(list, &way, (PyObject *)array, target))
+    fast->progress = AGREED;
+    if (path.route == BY_PYTHON)
+        target = PyObject_CallFunctionObjArgs(item(fast, END), begun, NULL);
+    else if (!reduce(fast, &path, (PyObject *)array, target))
         goto failed;
     if (target != NULL && checks
-        && (!note_time(list, entry, ENDED_NS)
-            || PyObject_SetAttr(entry, names[STATE], item(list, IS_DONE)) != 0))
+        && (!note_time(fast, entry, ENDED_NS)
+            || PyObject_SetAttr(entry, names[STATE], item(fast, IS_DONE)) != 0))
         goto failed;
     Py_XDECREF(begun);
     return target;
@@ -461,46 +479,146 @@ failed:
     return NULL;
 }
 
-/* repeat(list, array, out): the reduction of a plain array, written to `out` if that is not None;
-   None where a call must do it. After an error with progress, the caller gives the channel back. */
-PyObject *mpistrat_repeat(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
+/* all_reduce(array, out): the reduction of a plain array, written to `out` if that is not None; None
+   where a call must do it. After an error with progress, the caller gives the channel back. */
+static PyObject *all_reduce(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
 {
-    (void)module;
-    if (num_args != 3 || !PyList_CheckExact(args[0]) || !PyArray_CheckExact(args[1])
-        || !(args[2] == Py_None || PyArray_CheckExact(args[2])))
-        return PyErr_Format(PyExc_TypeError, "repeat takes a list, an array, and one or None");
-    PyObject *list = args[0];
-    PyArrayObject *array = (PyArrayObject *)args[1];
-    if (args[2] != Py_None
-        && PyArray_NBYTES((PyArrayObject *)args[2]) != PyArray_NBYTES(array))
-        return PyErr_Format(PyExc_ValueError, "repeat: array and out differ in length");
-    int is_taken = -1;
-    if (make_names() == 0)
-        is_taken = is_true(PyObject_CallFunctionObjArgs(item(list, ACQUIRE), Py_False, NULL));
+    if (num_args != 2 || !PyArray_CheckExact(args[0])
+        || !(args[1] == Py_None || PyArray_CheckExact(args[1])))
+        return PyErr_Format(PyExc_TypeError, "all_reduce takes an array, and one or None");
+    struct fast *fast = (struct fast *)self;
+    PyArrayObject *array = (PyArrayObject *)args[0];
+    if (args[1] != Py_None
+        && PyArray_NBYTES((PyArrayObject *)args[1]) != PyArray_NBYTES(array))
+        return PyErr_Format(PyExc_ValueError, "all_reduce: array and out differ in length");
+    int is_taken = is_true(PyObject_CallFunctionObjArgs(item(fast, ACQUIRE), Py_False, NULL));
     if (is_taken < 0)
         return NULL;
     if (!is_taken)
         Py_RETURN_NONE;
-    int usual = is_as_usual(list);
-    PyObject *channel = item(list, CHANNEL);
-    if (usual != 1 || PyObject_SetAttr(channel, names[INSIDE_NAME], item(list, KIND)) != 0) {
+    int usual = is_as_usual(fast);
+    PyObject *channel = item(fast, CHANNEL);
+    if (usual != 1 || PyObject_SetAttr(channel, names[INSIDE_NAME], item(fast, KIND)) != 0) {
         PyObject *type, *error, *trace;
         PyErr_Fetch(&type, &error, &trace); /* nothing may be called with an error set */
-        int is_released = call(list, RELEASE, NULL);
+        int is_released = call(fast, RELEASE, NULL);
         if (type != NULL)
             PyErr_Restore(type, error, trace);
         else if (is_released && usual == 0)
             Py_RETURN_NONE;
         return NULL;
     }
-    Py_INCREF(Py_None);
-    if (PyList_SetItem(list, ENTRY, Py_None) != 0 || set_progress(list, INSIDE) != 0)
-        return NULL;
-    PyObject *result = reduce_inside(list, array, args[2]);
+    set_entry(fast, NULL);
+    fast->progress = INSIDE;
+    PyObject *result = reduce_inside(fast, array, args[1]);
     if (result == NULL)
         return NULL;
-    if (PyObject_SetAttr(channel, names[INSIDE_NAME], Py_None) != 0
-        || set_progress(list, OUTSIDE) != 0 || !call(list, RELEASE, NULL))
+    int is_outside = PyObject_SetAttr(channel, names[INSIDE_NAME], Py_None) == 0;
+    if (is_outside)
+        fast->progress = OUTSIDE;
+    if (!is_outside || !call(fast, RELEASE, NULL))
         Py_CLEAR(result);
     return result;
+}
+
+/* ---- the type ---- */
+
+static int clear(PyObject *self)
+{
+    struct fast *fast = (struct fast *)self;
+    for (int i = 0; i < NUM_OBJECTS; i++)
+        Py_CLEAR(fast->objects[i]);
+    Py_CLEAR(fast->entry);
+    return 0;
+}
+
+static int traverse(PyObject *self, visitproc visit, void *arg)
+{
+    struct fast *fast = (struct fast *)self;
+    Py_VISIT(Py_TYPE(self));
+    for (int i = 0; i < NUM_OBJECTS; i++)
+        Py_VISIT(fast->objects[i]);
+    Py_VISIT(fast->entry);
+    return 0;
+}
+
+static void destroy(PyObject *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    PyObject_GC_UnTrack(self);
+    clear(self);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
+
+/* Return a new FastReduction for named arguments: all of OBJECTS, any of `fields`, and `spread`. */
+static PyObject *create(PyTypeObject *type, PyObject *args, PyObject *given)
+{
+    PyObject *self = ((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    struct fast *fast = (struct fast *)self;
+    PyObject *spread = given == NULL ? NULL : PyDict_GetItemString(given, "spread");
+    Py_ssize_t num_used = NUM_OBJECTS + 1;
+    if (fast == NULL || make_names() < 0)
+        goto failed;
+    if (PyTuple_Size(args) != 0 || spread == NULL || !PyTuple_Check(spread)
+        || PyTuple_Size(spread) != NUM_COUNTERS) {
+        PyErr_Format(PyExc_TypeError, "FastReduction takes names, and spread as %d numbers",
+                     NUM_COUNTERS);
+        goto failed;
+    }
+    for (int i = 0; i < NUM_OBJECTS; i++) {
+        fast->objects[i] = PyDict_GetItemString(given, object_names[i]);
+        Py_XINCREF(fast->objects[i]);
+        if (fast->objects[i] == NULL) {
+            PyErr_Format(PyExc_TypeError, "FastReduction: %s is missing", object_names[i]);
+            goto failed;
+        }
+    }
+    for (int i = 0; i < NUM_FIELDS; i++) {
+        PyObject *number = PyDict_GetItemString(given, fields[i].name);
+        if (number == NULL)
+            continue;
+        uint64_t value = PyLong_AsUnsignedLongLongMask(number);
+        memcpy((char *)&fast->path + fields[i].offset, &value, sizeof value);
+        num_used++;
+    }
+    for (int i = 0; i < NUM_COUNTERS; i++)
+        fast->path.spread[i] = PyLong_AsUnsignedLongLongMask(PyTuple_GetItem(spread, i));
+    if (PyErr_Occurred())
+        goto failed;
+    if (PyDict_Size(given) != num_used) {
+        PyErr_SetString(PyExc_TypeError, "FastReduction has got a name that it does not know");
+        goto failed;
+    }
+    return self;
+failed:
+    Py_XDECREF(self);
+    return NULL;
+}
+
+static PyMethodDef methods[] = {
+    {"all_reduce", (PyCFunction)(void (*)(void))all_reduce, METH_FASTCALL, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef members[] = {
+    {"entry", T_OBJECT, offsetof(struct fast, entry), READONLY, NULL},
+    {"progress", T_LONG, offsetof(struct fast, progress), 0, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot slots[] = {
+    {Py_tp_new, create},       {Py_tp_dealloc, destroy}, {Py_tp_traverse, traverse},
+    {Py_tp_clear, clear},      {Py_tp_methods, methods}, {Py_tp_members, members},
+    {0, NULL},
+};
+
+static PyType_Spec spec = {
+    "mpistrat._native.FastReduction", sizeof(struct fast), 0,
+    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, slots,
+};
+
+PyObject *mpistrat_fast_reduction_type(void)
+{
+    return PyType_FromSpec(&spec);
 }

@@ -35,7 +35,7 @@ int mpistrat_meet(struct sequence *seq, uint64_t *values, uint64_t *largest, int
                   uint64_t first, uint64_t second);
 
 /* fast_reduction.c */
-fast_function mpistrat_repeat;
+PyObject *mpistrat_fast_reduction_type(void);
 
 /* lists.c */
 fast_function mpistrat_join, mpistrat_split, mpistrat_array_at;

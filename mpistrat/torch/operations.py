@@ -6,6 +6,7 @@ before anything moves.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -58,7 +59,7 @@ class Operations:
 
         def operation() -> None:
             with self._collectives.call(kind) as call:
-                limit_s = opts.timeout.total_seconds()
+                limit_s = 0.0 if opts is None else opts.timeout.total_seconds()
                 if limit_s > 0:
                     call.timeout_s = limit_s
                 body(call)
@@ -97,9 +98,8 @@ class Operations:
         opts = opts or c10d.ReduceOptions()
         (tensor,) = tensors
 
-        def body(call: CollectiveCall) -> None:
-            reductions.reduce(call, opts.reduceOp, tensor, opts.rootRank)
-
+        how = {"op": opts.reduceOp, "tensor": tensor, "root": opts.rootRank}
+        body = functools.partial(reductions.reduce, **how)
         return self._issue("torch.reduce", body, tensors, opts)
 
     def reduce_scatter(
@@ -108,9 +108,8 @@ class Operations:
         """Reduce the tensors of all ranks for each rank to it."""
         opts = opts or c10d.ReduceScatterOptions()
 
-        def body(call: CollectiveCall) -> None:
-            reductions.reduce_scatter(call, opts.reduceOp, outputs[0], inputs[0])
-
+        how = {"op": opts.reduceOp, "output": outputs[0], "inputs": inputs[0]}
+        body = functools.partial(reductions.reduce_scatter, **how)
         return self._issue("torch.reduce_scatter", body, outputs, opts)
 
     def reduce_scatter_single(
@@ -210,7 +209,6 @@ class Operations:
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
     ) -> GroupWork:
         """Receive the tensors of all ranks, whose shapes may differ."""
-        opts = opts or c10d.AllgatherOptions()
         (received,), (own,) = outputs, inputs
 
         def body(call: CollectiveCall) -> None:
@@ -233,29 +231,24 @@ class Operations:
         self, output: torch.Tensor, source: torch.Tensor, opts: Any = None
     ) -> GroupWork:
         """Receive the tensors of all ranks in one, one behind the other."""
-        opts = opts or c10d.AllgatherOptions()
-
-        def body(call: CollectiveCall) -> None:
-            _gather_into(call, [output], [source])
-
-        return self._issue("torch.all_gather_into_tensor", body, [output], opts)
+        body = functools.partial(_gather_into, outputs=[output], inputs=[source])
+        return self._issue(
+            "torch.all_gather_into_tensor", body, [output], opts or c10d.AllgatherOptions()
+        )
 
     def allgather_into_tensor_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> GroupWork:
         """Do `all_gather_single` of each pair."""
-        opts = opts or c10d.AllgatherOptions()
-
-        def body(call: CollectiveCall) -> None:
-            _gather_into(call, outputs, inputs)
-
-        return self._issue("torch.all_gather_into_tensor_coalesced", body, outputs, opts)
+        body = functools.partial(_gather_into, outputs=outputs, inputs=inputs)
+        return self._issue(
+            "torch.all_gather_into_tensor_coalesced", body, outputs, opts or c10d.AllgatherOptions()
+        )
 
     def allgather_coalesced(
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
     ) -> GroupWork:
         """Receive the lists of tensors of all ranks: ``outputs[rank][i]``."""
-        opts = opts or c10d.AllgatherOptions()
 
         def body(call: CollectiveCall) -> None:
             size = call.channel.size
@@ -277,13 +270,14 @@ class Operations:
             for whole, of_ranks in zip(wholes, targets, strict=True):
                 hand_out(whole, of_ranks)
 
-        return self._issue("torch.all_gather_coalesced", body, outputs, opts)
+        return self._issue(
+            "torch.all_gather_coalesced", body, outputs, opts or c10d.AllgatherOptions()
+        )
 
     def alltoall(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> GroupWork:
         """Send one tensor of a list to each rank, and receive one from each."""
-        opts = opts or c10d.AllToAllOptions()
 
         def body(call: CollectiveCall) -> None:
             sources = [source_of(call, each) for each in inputs]
@@ -309,7 +303,6 @@ class Operations:
         opts: Any = None,
     ) -> GroupWork:
         """Send rows of one tensor to each rank, and receive rows from each."""
-        opts = opts or c10d.AllToAllOptions()
 
         def body(call: CollectiveCall) -> None:
             target, own = target_of(call, output), source_of(call, source)
@@ -332,11 +325,12 @@ class Operations:
                 exchange_flat(call, buffer, counts, counts, target.bytes, is_even=True)
             target.give_back()
 
-        return self._issue("torch.all_to_all_single", body, [output], opts)
+        return self._issue(
+            "torch.all_to_all_single", body, [output], opts or c10d.AllToAllOptions()
+        )
 
     def barrier(self, opts: Any = None) -> GroupWork:
         """Return once all ranks have come."""
-        opts = opts or c10d.BarrierOptions()
 
         def body(call: CollectiveCall) -> None:
             call.agree()
