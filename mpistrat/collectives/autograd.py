@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,21 +16,8 @@ from mpistrat.options import CommunicationOptions
 from mpistrat.pytorch import apply_differentiable, is_loaded, is_tensor
 
 Arrays = list[np.ndarray]
-MakeCall = Callable[[str], CollectiveCall]
-"""Makes the call of a backward pass, of a given kind."""
-
 MoveBack = Callable[[CollectiveCall, Arrays, Arrays, Arrays], Arrays]
 """Returns the gradients of values, from the values, their results and the gradients of these."""
-
-
-def backward_calls(
-    call: CollectiveCall, collectives: Collectives, options: CommunicationOptions | None
-) -> MakeCall:
-    """Return how the backward pass of a `call` with `options` makes its own call."""
-    # The number of the forward pass keeps the backward passes of two calls apart.
-    forward = f"collective {call.channel.ledger.sequence}"
-    chosen = collectives.options if options is None else options
-    return lambda kind: collectives.call(kind, forward, chosen)
 
 
 def has_tensors(nest: Any) -> bool:
@@ -39,22 +27,22 @@ def has_tensors(nest: Any) -> bool:
 
 @dataclass(frozen=True)
 class _PullBack:
-    """The backward pass of the collective `kind`, which is collective too."""
+    """The backward pass of a collective, which is collective too."""
 
-    kind: str
-    make_call: MakeCall
+    make_call: Callable[[], CollectiveCall]
     move_back: MoveBack
     needs_values: bool
 
     def __call__(self, values: Arrays, results: Arrays, gradients: Arrays) -> Arrays:
         """Return the gradients of `values`. **Collective**."""
-        with self.make_call(f"gradient of {self.kind}") as call:
+        with self.make_call() as call:
             return self.move_back(call, values, results, gradients)
 
 
 def apply_to_tensors(
     call: CollectiveCall,
-    make_call: MakeCall,
+    collectives: Collectives,
+    options: CommunicationOptions | None,
     nest: Any,
     move: Callable[[Any], Any],
     move_back: MoveBack,
@@ -73,7 +61,10 @@ def apply_to_tensors(
         results[:] = nests.flatten(move(nests.unflatten(structure, given)))[0]
         return [results[i] for i in positions]
 
-    pull_back = _PullBack(call.kind, make_call, move_back, needs_values)
+    # The number of the forward pass keeps the backward passes of two calls apart.
+    what = f"gradient of {call.kind}", f"collective {call.channel.ledger.sequence}"
+    make_call = functools.partial(collectives.call, *what, options or collectives.options)
+    pull_back = _PullBack(make_call, move_back, needs_values)
     given = [leaves[i] for i in positions]
     tensors = apply_differentiable(move_all, pull_back, given, array_of_tensor)
     for i, tensor in zip(positions, tensors, strict=True):

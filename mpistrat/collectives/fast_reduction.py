@@ -166,7 +166,6 @@ class FastReduction:
 Use = Callable[[list[Array]], object]
 """What is done once on this rank with the results."""
 
-
 _R = TypeVar("_R")
 
 _Brought = tuple["JointReduction", Sequence[Array], "Sequence[np.ndarray] | None", "Use | None"]
@@ -174,7 +173,7 @@ _Brought = tuple["JointReduction", Sequence[Array], "Sequence[np.ndarray] | None
 
 
 class JointReduction:
-    """A prepared reduction that the replicas of a rank repeat together."""
+    """A reduction that the replicas of a rank repeat together."""
 
     def __init__(self, call: Call, reduction: Reduction, new_call: Callable[[], Call]) -> None:
         # `new_call` returns a call like `call`.
@@ -243,18 +242,20 @@ class JointReduction:
                     call.include(extra[0], f"{extra[1]} {extra[0]}")
                 raise call.disagreement(signature)
         except BaseException as error:
-            call = self._new_call()
-            entry = channel.flight.begin(channel.ledger, signature, "", None)
-            call.resume(entry, is_moving=False)
-            call.__exit__(type(error), error, error.__traceback__)
+            self._call_to_end().__exit__(type(error), error, error.__traceback__)
             raise
         channel.inside = None
         lock.release()
         if channel.overlap is not None:
-            call = self._new_call()
-            call.resume(channel.flight.begin(channel.ledger, signature, "", None), is_moving=False)
-            call.end_overlap(None)
+            self._call_to_end().end_overlap(None)
         return results
+
+    def _call_to_end(self) -> Call:
+        """Return a call that takes over what was begun here."""
+        call, channel = self._new_call(), self._channel
+        entry = channel.flight.begin(channel.ledger, self.reduction.signature, "", None)
+        call.resume(entry, is_moving=False)
+        return call
 
     def reduce(self, brought: Sequence[_Brought]) -> Sequence[list[Array]]:
         """Return the results of each replica of this rank, in its own memory."""

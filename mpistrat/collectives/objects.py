@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from mpistrat.arguments import as_integer
-from mpistrat.collectives.collectives import Collectives
+from mpistrat.collectives.collectives import CollectiveCall, Collectives
 from mpistrat.collectives.operations.all_gather import gather_flat
 from mpistrat.collectives.operations.broadcast import Broadcast
 from mpistrat.sharding import consecutive
@@ -28,9 +28,14 @@ _R = TypeVar("_R")
 def barrier(collectives: Collectives) -> None:
     """Return when every rank has made this call. **Collective**."""
     with collectives.call("barrier") as call:
-        call.agree()
-        if not call.channel.checks:  # else the agreement has waited for all
-            call.channel.barrier()
+        wait_for_all(call)
+
+
+def wait_for_all(call: CollectiveCall) -> None:
+    """Return when every rank is in this `call`. **Collective**."""
+    call.agree()
+    if not call.channel.checks:  # else the agreement has waited for all
+        call.channel.barrier()
 
 
 def broadcast_object(collectives: Collectives, kind: str, value: Any, root: int) -> Any:

@@ -11,7 +11,7 @@ import numpy as np
 
 from mpistrat import nests
 from mpistrat.arrays import Array, Device, is_on_host, place
-from mpistrat.collectives.autograd import apply_to_tensors, backward_calls, has_tensors
+from mpistrat.collectives.autograd import apply_to_tensors, has_tensors
 from mpistrat.collectives.collectives import CollectiveCall, Collectives
 from mpistrat.collectives.nest_reductions import (
     PendingReduction,
@@ -423,7 +423,8 @@ def _apply_to_tensors(
     floating = [i for i, leaf in tensors.items() if leaf.is_floating_point() or leaf.is_complex()]
     return apply_to_tensors(
         call,
-        backward_calls(call, collectives, options),
+        collectives,
+        options,
         nest,
         lambda arrays: apply_to_nest(call, operation, arrays),
         lambda again, values, results, gradients: operation.backward(again, floating, gradients),

@@ -45,19 +45,10 @@ _largest_tag = functools.cache(largest_tag)
 
 
 class MessageWork(dist.Work):
-    """A message under way. It is not agreed upon: one rank sends, one receives.
+    """A message under way. It is not agreed upon: one rank sends, one receives."""
 
-    Parameters
-    ----------
-    kind : str
-    peer : str
-        The other rank, for errors.
-    operand : Operand
-        Its memory, kept until the end.
-    request : MPI.Request
-    channel : Channel
-        Of the group, whose time limit and losses end the wait.
-    """
+    # `peer` is the other rank, for errors. The memory of `operand` is kept until the end. The time
+    # limit and the losses of the `channel`, that of the group, end the wait.
 
     def __init__(
         self, kind: str, peer: str, operand: Operand, request: MPI.Request, channel: Channel

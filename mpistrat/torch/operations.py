@@ -16,6 +16,7 @@ import torch
 from torch.distributed import distributed_c10d as c10d
 
 from mpistrat.collectives.collectives import CollectiveCall, Collectives
+from mpistrat.collectives.objects import wait_for_all
 from mpistrat.collectives.operations.all_gather import gather_flat
 from mpistrat.collectives.operations.all_to_all import exchange_flat
 from mpistrat.collectives.operations.broadcast import Broadcast
@@ -97,7 +98,6 @@ class Operations:
         """Reduce the tensor to one rank, in place there."""
         opts = opts or c10d.ReduceOptions()
         (tensor,) = tensors
-
         how = {"op": opts.reduceOp, "tensor": tensor, "root": opts.rootRank}
         body = functools.partial(reductions.reduce, **how)
         return self._issue("torch.reduce", body, tensors, opts)
@@ -107,7 +107,6 @@ class Operations:
     ) -> GroupWork:
         """Reduce the tensors of all ranks for each rank to it."""
         opts = opts or c10d.ReduceScatterOptions()
-
         how = {"op": opts.reduceOp, "output": outputs[0], "inputs": inputs[0]}
         body = functools.partial(reductions.reduce_scatter, **how)
         return self._issue("torch.reduce_scatter", body, outputs, opts)
@@ -331,13 +330,7 @@ class Operations:
 
     def barrier(self, opts: Any = None) -> GroupWork:
         """Return once all ranks have come."""
-
-        def body(call: CollectiveCall) -> None:
-            call.agree()
-            if not call.channel.checks:  # else the agreement has waited for all
-                call.channel.barrier()
-
-        return self._issue("torch.barrier", body, [], opts)
+        return self._issue("torch.barrier", wait_for_all, [], opts)
 
     # Names of other versions of torch.
     gather_into_tensor = gather_single

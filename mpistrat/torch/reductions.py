@@ -56,20 +56,9 @@ _OF_BOOL = {ReduceOp.SUM: ReduceOp.MAX, ReduceOp.PROD: ReduceOp.MIN}
 
 
 class _Reduction:
-    """An operator of torch for tensors of some dtypes.
+    """The operator `known` of torch for tensors of some dtypes, which it must fit."""
 
-    Parameters
-    ----------
-    kind : str
-        The operation, for errors.
-    known : torch.distributed.ReduceOp.RedOpType
-    dtypes : torch.dtype
-
-    Raises
-    ------
-    TypeError, ValueError
-        If tensors of these dtypes cannot be reduced by it.
-    """
+    # `kind` is the operation, for errors.
 
     def __init__(self, kind: str, known: Any, *dtypes: torch.dtype) -> None:
         self.bitwise = _BITWISE.get(known)
@@ -129,21 +118,15 @@ def all_reduce(call: CollectiveCall, op: Any, tensors: Sequence[torch.Tensor]) -
         for array in arrays:
             _combine_bits(call, reduction.bitwise, array)
     else:
-        _reduce_in_place(call, reduction, arrays)
+        # One may be memory of another, such as the same tensor twice.
+        is_apart = len(arrays) == 1 or are_apart(arrays, arrays)
+        targets = arrays if is_apart else [array.copy() for array in arrays]
+        call.all_reduce_in_place(reduction.op, targets, reduction.structure)
+        if not is_apart:
+            for array, target in zip(arrays, targets, strict=True):
+                np.copyto(array, target)
     for operand in operands:
         operand.give_back()
-
-
-def _reduce_in_place(
-    call: CollectiveCall, reduction: _Reduction, arrays: Sequence[np.ndarray]
-) -> None:
-    # One may be memory of another, such as the same tensor twice.
-    is_apart = len(arrays) == 1 or are_apart(arrays, arrays)
-    targets = arrays if is_apart else [array.copy() for array in arrays]
-    call.all_reduce_in_place(reduction.op, targets, reduction.structure)
-    if not is_apart:
-        for array, target in zip(arrays, targets, strict=True):
-            np.copyto(array, target)
 
 
 def _combine_bits(call: CollectiveCall, bitwise: _Bitwise, array: np.ndarray) -> None:

@@ -19,21 +19,7 @@ from mpistrat.sharding import consecutive
 
 
 class Operand:
-    """A tensor of a call as contiguous memory of the host.
-
-    Parameters
-    ----------
-    tensor : torch.Tensor
-    kind : str
-        The operation, for errors.
-
-    Raises
-    ------
-    TypeError
-        If the tensor is not dense.
-    ValueError
-        If it is not on the host.
-    """
+    """A dense tensor of the host as contiguous memory; `kind` is the operation, for errors."""
 
     __slots__ = ("_target", "memory")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,13 +21,7 @@ from mpistrat.arrays import (
     is_plain,
     namespace_of,
 )
-from mpistrat.collectives.autograd import (
-    Arrays,
-    MakeCall,
-    apply_to_tensors,
-    backward_calls,
-    has_tensors,
-)
+from mpistrat.collectives.autograd import Arrays, apply_to_tensors, has_tensors
 from mpistrat.collectives.collectives import CollectiveCall, Collectives
 from mpistrat.collectives.nest_reductions import all_reduce_nest, leaf_arrays
 from mpistrat.comm.wire import result_dtype
@@ -64,8 +59,7 @@ def all_reduce(
         if type(value) not in _NO_NESTS and is_loaded() and has_tensors(localize(value)):
             if out is not None:
                 raise TypeError(f"{call.kind}: out is not for tensors. Leave out= away.")
-            backwards = backward_calls(call, collectives, options)
-            return _all_reduce_tensors(call, backwards, op, localize(value))
+            return _all_reduce_tensors(call, collectives, options, op, localize(value))
         if out is None:
             result = all_reduce_nest(call, op, value)
         else:
@@ -75,17 +69,21 @@ def all_reduce(
     return result
 
 
-def _all_reduce_tensors(call: CollectiveCall, make_call: MakeCall, op: ReduceOp, nest: Any) -> Any:
+def _all_reduce_tensors(
+    call: CollectiveCall,
+    collectives: Collectives,
+    options: CommunicationOptions | None,
+    op: ReduceOp,
+    nest: Any,
+) -> Any:
     """Do `all_reduce_nest` on a nest with tensors. **Collective**, and so is the backward pass."""
-
-    def move(arrays: Any) -> Any:
-        return all_reduce_nest(call, op, arrays)
 
     def back(again: CollectiveCall, values: Arrays, results: Arrays, gradients: Arrays) -> Arrays:
         return pull_back_all_reduce(again, op, values, results, gradients)
 
+    move = functools.partial(all_reduce_nest, call, op)
     needs_values = op not in (ReduceOp.SUM, ReduceOp.MEAN)
-    return apply_to_tensors(call, make_call, nest, move, back, needs_values)
+    return apply_to_tensors(call, collectives, options, nest, move, back, needs_values)
 
 
 def _all_reduce_into(call: CollectiveCall, op: ReduceOp, nest: Any, out: Any) -> Any:

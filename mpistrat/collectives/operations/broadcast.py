@@ -24,6 +24,11 @@ class FromRoot(Operation):
 
     root: int
 
+    @classmethod
+    def parse(cls, root: Any, size: int) -> FromRoot:
+        """Return it for arguments as users give them."""
+        return cls(as_integer(f"{cls.__name__.lower()}: root", root, 0, size - 1))
+
     def check(self, call: CollectiveCall, arrays: Sequence[Array]) -> None:
         """Refuse arrays for which ranks that pass ``None`` cannot make room."""
         check_sendable(call.kind, arrays)
@@ -43,11 +48,6 @@ class FromRoot(Operation):
 
 class Broadcast(FromRoot):
     """`ReplicaContext.broadcast`."""
-
-    @classmethod
-    def parse(cls, root: Any, size: int) -> Broadcast:
-        """Return it for arguments as users give them."""
-        return cls(as_integer("broadcast: root", root, 0, size - 1))
 
     def forward(
         self,

@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
-from mpistrat.arguments import as_integer
 from mpistrat.arrays import Array, host_view, native
 from mpistrat.collectives.collectives import CollectiveCall
 from mpistrat.collectives.operations import axis_of
@@ -25,11 +23,6 @@ class Scatter(FromRoot):
 
     shapes: list[tuple[int, ...]] = field(default_factory=list)
     """Of the whole arrays."""
-
-    @classmethod
-    def parse(cls, root: Any, size: int) -> Scatter:
-        """Return it for arguments as users give them."""
-        return cls(as_integer("scatter: root", root, 0, size - 1))
 
     def check(self, call: CollectiveCall, arrays: Sequence[Array]) -> None:
         """Refuse what cannot be moved, before the ranks agree."""
