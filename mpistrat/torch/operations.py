@@ -288,7 +288,8 @@ class Operations:
                 [each.numel() for each in each_list] for each_list in (inputs, outputs)
             )
             call.agree(str(dtype).removeprefix("torch."))
-            whole = _exchange(call, joined_bytes(sources), dtype.itemsize, sent, received)
+            whole = Operand(torch.empty(sum(received), dtype=dtype), "").bytes
+            _exchange(call, joined_bytes(sources), dtype.itemsize, sent, received, whole)
             hand_out(whole, targets)
 
         return self._issue("torch.all_to_all", body, outputs, opts)

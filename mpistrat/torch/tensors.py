@@ -129,7 +129,8 @@ def _numpy_dtype(dtype: torch.dtype) -> np.dtype:
 
 def joined_bytes(operands: Sequence[Operand]) -> np.ndarray:
     """Return the bytes of tensors, one behind the other."""
-    return np.concatenate([np.empty(0, np.uint8), *(each.bytes for each in operands)])
+    parts = [each.memory.reshape(-1) for each in operands]
+    return Operand(torch.cat(parts) if parts else torch.empty(0), "").bytes
 
 
 def hand_out(whole: np.ndarray, targets: Sequence[Operand]) -> None:
