@@ -11,7 +11,8 @@ from typing import Any, overload
 from mpistrat import nests
 from mpistrat.arguments import as_array
 from mpistrat.arrays import Array
-from mpistrat.collectives.autograd import pull_back_all_gather, pull_back_all_reduce
+from mpistrat.collectives.operations.all_gather import AllGather
+from mpistrat.collectives.operations.all_reduce import pull_back_all_reduce
 from mpistrat.errors import ContextError
 from mpistrat.options import ReduceOp, ReduceOpLike
 from mpistrat.replica import ReplicaContext
@@ -127,8 +128,9 @@ def all_gather_pullback(value: Any, axis: int, gradient: Any) -> Any:
     replica = _current("all_gather_pullback")
     with replica.strategy.extended._replicas.call("all_gather_pullback") as call:
         (values, gradients), structure = _flattened(call.kind, value, gradient)
-        signature = nests.signature(structure)
-        pulled = pull_back_all_gather(call, values, axis, gradients, signature)
+        shapes = [each.shape for each in values]
+        operation = AllGather.parse(call.kind, axis)
+        pulled = operation.pull_back(call, shapes, gradients, nests.signature(structure))
         return nests.unflatten(structure, pulled)
 
 

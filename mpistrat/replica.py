@@ -10,8 +10,8 @@ import numpy as np
 
 from mpistrat import context
 from mpistrat.collectives.collectives import Collectives
-from mpistrat.collectives.group_collectives import GroupCollectives
 from mpistrat.collectives.objects import barrier, broadcast_object, gather_objects
+from mpistrat.collectives.replica_collectives import GroupCollectives
 from mpistrat.errors import ContextError, warn_deprecated
 from mpistrat.layout import Layout
 from mpistrat.system.callsite import failure_site

@@ -13,7 +13,7 @@ import pytest
 import mpistrat as ms
 from mpistrat import data, layers, metrics, optimizers, partitioners
 from mpistrat.checkpoint.restore import RestoreStatus
-from mpistrat.collectives.nested import PendingReduction
+from mpistrat.collectives.nest_reductions import PendingReduction
 from mpistrat.data.iterators import ElementIterator, Optional
 from mpistrat.optimizers import schedules
 from mpistrat.replica import ShardGroup

@@ -183,7 +183,7 @@ class Call:
         return channel.disagreement(channel.exchange_reports(report))
 
     def resume(self, entry: FlightEntry | None, is_moving: bool) -> None:
-        """Take over what `RepeatedReduction` has begun in place of this call, to end it."""
+        """Take over what `FastReduction` has begun in place of this call, to end it."""
         self._place = users_place(sys._getframe(2))
         self._agreed = entry is not None or is_moving
         self._entry = entry

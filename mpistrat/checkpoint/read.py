@@ -50,6 +50,7 @@ from mpistrat.checkpoint.shards import (
 )
 from mpistrat.checkpoint.torch_hook import Box, LoadedShard
 from mpistrat.collectives.collectives import CollectiveCall, Collectives
+from mpistrat.collectives.operations.broadcast import broadcast_each
 from mpistrat.errors import CheckpointCorruptError, CheckpointError
 from mpistrat.sharding import cut
 from mpistrat.variables import Variable
@@ -305,7 +306,7 @@ def broadcast_array(call: CollectiveCall, values: Values, name: str, of: Shape) 
     array = values.arrays.pop(name, None)
     found = np.empty(*of) if array is None else array
     for piece in pieces(found, BYTES_PER_PIECE):
-        call.broadcast_each([piece], [values.owner(name)])
+        broadcast_each(call, [piece], [values.owner(name)])
     return found
 
 
@@ -322,7 +323,7 @@ def load_variables(call: CollectiveCall, values: Values, variables: Mapping[str,
     senders = [_pieces_from(owner, values, variables) for owner in owners]
     for row in itertools.zip_longest(*senders):
         moving = [(owner, each) for owner, each in zip(owners, row, strict=True) if each]
-        call.broadcast_each([each.buffer for _, each in moving], [owner for owner, _ in moving])
+        broadcast_each(call, [each.buffer for _, each in moving], [owner for owner, _ in moving])
         for _, each in moving:
             each.assign()
     for name, variable in variables.items():

@@ -20,6 +20,7 @@ from mpistrat.checkpoint.object_graph import Stateful, split_object, state_adapt
 from mpistrat.checkpoint.reader import open_checkpoint
 from mpistrat.checkpoint.state_json import SplitState, join_state
 from mpistrat.collectives.collectives import Collectives
+from mpistrat.collectives.operations.broadcast import broadcast
 from mpistrat.layout import Layout
 from mpistrat.values import PerReplica
 from mpistrat.variables import MirroredVariable, ReplicatedOnRead, SyncOnReadVariable, Variable
@@ -324,5 +325,6 @@ def _on_all(
     values = of_root
     if values is None:
         values = np.empty((collectives.layout.num_replicas, *shape), dtype)
-    received: np.ndarray = collectives.broadcast(values, kind=_WHAT)
+    with collectives.call(_WHAT) as call:
+        received: np.ndarray = broadcast(call, values)
     return received

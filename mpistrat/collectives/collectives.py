@@ -18,24 +18,21 @@ import numpy as np
 
 from mpistrat.agreement.call import AllOrNone, Call, CommonOutcome
 from mpistrat.agreement.channel import Channel
-from mpistrat.arrays import Array, Device, host_copy_to_send, native
-from mpistrat.collectives.joint import JointReduction
-from mpistrat.collectives.prepared import PreparedReduction, dtype_name
-from mpistrat.collectives.repeated import RepeatedReduction
+from mpistrat.arrays import Array, Device
+from mpistrat.collectives.fast_reduction import FastReduction, JointReduction
+from mpistrat.collectives.reduction import Reduction
 from mpistrat.comm.device_reducers import DeviceCapabilities
-from mpistrat.comm.pack_plan import GatherPlan
-from mpistrat.comm.packing import describe_function, placed_like
+from mpistrat.comm.packing import describe_function
 from mpistrat.comm.selection import check_options
 from mpistrat.comm.transport import SoloTransport
-from mpistrat.comm.wire import TEXT_KINDS, with_width
 from mpistrat.layout import Layout
-from mpistrat.options import CommunicationOptions, ReduceOp
+from mpistrat.options import CommunicationImplementation, CommunicationOptions, ReduceOp
 from mpistrat.system.units import RunsUnits
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_MAX_PREPARED = 1024
+_MAX_REDUCTIONS = 1024
 """More reductions than any loop repeats; a program with ever new shapes starts again there."""
 
 
@@ -55,7 +52,7 @@ class CollectiveCall(Call):
         timeout_s = getattr(options, "timeout_seconds", None)
         super().__init__(collectives.channel, kind, name, timeout_s, collectives.number)
         self.options = options
-        self.reduction: PreparedReduction | None = None
+        self.reduction: Reduction | None = None
         """What `all_reduce` has done last."""
         self._collectives = collectives
 
@@ -76,6 +73,8 @@ class CollectiveCall(Call):
             )
         if not self._collectives.has_checked(self.options):
             check_options(self.options, self._collectives.capabilities)
+        if self._collectives.is_ordered:
+            check_can_order(self.options)
 
     def prepare(
         self,
@@ -83,7 +82,7 @@ class CollectiveCall(Call):
         arrays: Sequence[Array],
         *details: object,
         wires: Sequence[np.dtype] | None = None,
-    ) -> PreparedReduction:
+    ) -> Reduction:
         """Return the reduction for all calls like this one, checked the first time."""
         # `details` must agree over ranks too. `wires` are what the arrays travel as, where their
         # own dtypes do not decide it.
@@ -100,23 +99,23 @@ class CollectiveCall(Call):
         travel_as = None if wires is None else tuple(wires)
         # Options by identity: their hash takes longer than all the rest.
         key = (self.kind, self.name, op, kinds, details, travel_as, id(self.options))
-        reduction = collectives.prepared.get(key)
+        reduction = collectives.reductions.get(key)
         if reduction is None:
             self._check_options()
-            if len(collectives.prepared) >= _MAX_PREPARED:
-                collectives.prepared.clear()
+            if len(collectives.reductions) >= _MAX_REDUCTIONS:
+                collectives.reductions.clear()
             capabilities = collectives.capabilities
-            reduction = PreparedReduction(
+            reduction = Reduction(
                 self, op, arrays, details, wires, described, self.options, capabilities
             )
             if self.channel.transport.has_fast_paths:
-                collectives.prepared[key] = reduction
+                collectives.reductions[key] = reduction
         return reduction
 
-    def repeated(self, reduction: PreparedReduction) -> RepeatedReduction | JointReduction:
-        """Return `reduction` as calls like this one repeat it."""
+    def fast(self, reduction: Reduction) -> FastReduction | JointReduction:
+        """Return the fast path by which calls like this one repeat `reduction`."""
         new_call = functools.partial(self._collectives.call, self.kind, self.name)
-        kind = JointReduction if reduction.of_replicas else RepeatedReduction
+        kind = JointReduction if reduction.of_replicas else FastReduction
         return kind(self, reduction, new_call)
 
     def all_reduce(
@@ -129,7 +128,7 @@ class CollectiveCall(Call):
     ) -> list[Array]:
         """Reduce each array over ranks, equal to the bit on all of them. **Collective**."""
         # Dtypes, shapes and the `structure` of the nest that the arrays come from must agree over
-        # ranks. For `wires` see `prepare`, for `out` `PreparedReduction.all_reduce`.
+        # ranks. For `wires` see `prepare`, for `out` `Reduction.all_reduce`.
         self.reduction = self.prepare(op, arrays, structure, wires=wires)
         return self.reduction.all_reduce(self, arrays, out)
 
@@ -137,7 +136,7 @@ class CollectiveCall(Call):
         self, op: ReduceOp, arrays: Sequence[np.ndarray], structure: object = ()
     ) -> None:
         """Overwrite each array with its reduction over ranks. **Collective**."""
-        self.prepare(op, arrays, "in place", structure).all_reduce_in_place(self, arrays)
+        self.prepare(op, arrays, "in place", structure).all_reduce(self, arrays, arrays)
 
     def start_all_reduce(
         self, op: ReduceOp, arrays: Sequence[Array], structure: object = ()
@@ -151,60 +150,6 @@ class CollectiveCall(Call):
         """Reduce each array to `root`; ``None`` on the other ranks. **Collective**."""
         prepared = self.prepare(op, arrays, f"to rank {root}", structure)
         return prepared.reduce(self, arrays, root)
-
-    def all_gather(self, arrays: Sequence[Array], axis: int, structure: object = ()) -> list[Array]:
-        """Concatenate each array over ranks, in rank order. **Collective**."""
-        # Dtypes must agree, except for the width of text, and shapes but for their length along
-        # `axis`; where shapes do not, every rank raises a `ValueError` and the strategy stays
-        # usable.
-        for array in arrays:
-            if array.dtype.hasobject:
-                raise TypeError(f"{self.kind}: an array of dtype object cannot be sent.")
-        dtypes = tuple(_name_without_width(array.dtype) for array in arrays)
-        self.agree(f"axis {axis}", dtypes, structure)
-        # Shapes may differ, so they cannot be part of the signature.
-        with self.moving():
-            described = [(np.shape(array), array.dtype.itemsize) for array in arrays]
-            of_ranks = list(zip(*self.channel.exchange(described), strict=True))
-        plans = [GatherPlan([shape for shape, _ in each], axis) for each in of_ranks]
-        for plan in plans:
-            plan.check(self.kind, self.channel.place)
-        with self.moving():
-            widest = [max(width for _, width in each) for each in of_ranks]
-            hosts = [
-                native(np.moveaxis(with_width(array, width), axis, 0)).reshape(-1)
-                for array, width in zip(arrays, widest, strict=True)
-            ]
-            self.note_moved(sum(host.nbytes for host in hosts), "all_gather")
-            gathered = [
-                self.channel.transport.all_gather(host, plan.counts)
-                for host, plan in zip(hosts, plans, strict=True)
-            ]
-        self.show_received(gathered)
-        return [
-            placed_like(plan.join(flat), array)
-            for plan, flat, array in zip(plans, gathered, arrays, strict=True)
-        ]
-
-    def broadcast(self, array: Array, *details: object, root: int = 0) -> Array:
-        """Return the `array` of `root` on every rank, in its own memory. **Collective**."""
-        # Shape and dtype must agree over ranks, and `details` too.
-        dtype = np.dtype(array.dtype).newbyteorder("=")
-        shape = tuple(array.shape)
-        self.agree(f"from rank {root}", (dtype_name(dtype), shape), *details)
-        with self.moving():
-            is_root = self.channel.rank == root
-            buffer = host_copy_to_send(array) if is_root else np.empty(shape, dtype)
-            self.note_moved(buffer.nbytes, "broadcast")
-            self.channel.transport.broadcast(buffer, root)
-        self.show_received([buffer])
-        return placed_like(buffer, array)
-
-    def broadcast_each(self, buffers: Sequence[np.ndarray], roots: Sequence[int]) -> None:
-        """Overwrite each of `buffers` with that of its root, once agreed. **Collective**."""
-        with self.moving():
-            self.channel.transport.broadcast_each(buffers, roots)
-        self.show_received(buffers)
 
     @contextlib.contextmanager
     def communicator(self) -> Iterator[MPI.Intracomm]:
@@ -221,7 +166,10 @@ class CollectiveCall(Call):
 
 
 class Collectives(RunsUnits):
-    """The collectives of one group of ranks; `options` are for calls that bring none."""
+    """The collectives of one group of ranks; `options` are for calls that pass none."""
+
+    is_ordered = False
+    """Whether all reductions use one tree, whatever the options."""
 
     def __init__(
         self,
@@ -240,10 +188,10 @@ class Collectives(RunsUnits):
         self.options = options
         self._lossless_options = dataclasses.replace(options, wire_dtype=None)
         self.describe = describe_function()
-        self.prepared: dict[Any, PreparedReduction] = {}
-        """What `CollectiveCall.prepare` has made."""
-        self._repeated: dict[tuple[object, bytes], RepeatedReduction | JointReduction] = {}
-        """Those of one array, by op and description, for calls that bring no options."""
+        self.reductions: dict[Any, Reduction] = {}
+        """The reductions of earlier calls, by all that they check."""
+        self._fast: dict[tuple[object, bytes], FastReduction | JointReduction] = {}
+        """Fast paths for one array, by op and description, for calls that pass no options."""
         self.rank = channel.rank
         self.size = channel.size
         self.arithmetic = ""
@@ -281,8 +229,8 @@ class Collectives(RunsUnits):
         if self._unclosed is not None:
             self._unclosed.detach()
         self.is_closed = True
-        self.prepared.clear()
-        self._repeated.clear()
+        self.reductions.clear()
+        self._fast.clear()
         self.capabilities = DeviceCapabilities.solo(self.device)
         self.channel = Channel(SoloTransport(), None)
         self.channel.closed = error
@@ -320,24 +268,26 @@ class Collectives(RunsUnits):
         if options is None:
             # `wire_dtype` may round a value that the program reduces, not the state of an object.
             options = self.options if name is None else self._lossless_options
+        elif self.is_ordered and isinstance(options, CommunicationOptions):
+            options = in_order(options)
         return CollectiveCall(self, kind, name, options)
 
-    def repeated(self, op: object, array: np.ndarray) -> RepeatedReduction | JointReduction | None:
-        """Return what does the `all_reduce` of an array that was made before, if any."""
+    def fast_path(self, op: object, array: np.ndarray) -> FastReduction | JointReduction | None:
+        """Return the fast path for the `all_reduce` of such an array, if a call has kept one."""
         described = self.describe([array])
-        known = self._repeated.get((op, described)) if described is not None else None
+        known = self._fast.get((op, described)) if described is not None else None
         return known if known is not None and known.reduction.options is self.options else None
 
-    def repeat(self, call: CollectiveCall, op: object, array: np.ndarray) -> None:
-        """Have `repeated` return what `call` has done with `array`, if that may be repeated."""
+    def keep_fast_path(self, call: CollectiveCall, op: object, array: np.ndarray) -> None:
+        """Have `fast_path` return one for the `call` that has reduced `array`, if it has any."""
         described, reduction = self.describe([array]), call.reduction
         if described is None or reduction is None or call.options is not self.options:
             return
         if not self.channel.transport.has_fast_paths:
             return
-        if len(self._repeated) >= _MAX_PREPARED:
-            self._repeated.clear()
-        self._repeated[op, described] = call.repeated(reduction)
+        if len(self._fast) >= _MAX_REDUCTIONS:
+            self._fast.clear()
+        self._fast[op, described] = call.fast(reduction)
 
     def all_or_none(self, kind: str, name: str | None = None) -> AllOrNone:
         """Return a context manager: where its body fails on any rank, it fails on all."""
@@ -364,11 +314,6 @@ class Collectives(RunsUnits):
         """Return on every rank what `work` returns on rank 0. **Collective**, as `on_all`."""
         return self.on_all(work if self.rank == 0 else _nothing, kind, name)[0]
 
-    def broadcast(self, array: Array, root: int = 0, kind: str = "broadcast") -> Array:
-        """Return the `array` of `root`, whose shape and dtype all ranks pass. **Collective**."""
-        with self.call(kind) as call:
-            return call.broadcast(array, root=root)
-
     def gather_json(self, value: Any, kind: str = "gather_json") -> list[Any]:
         """Return the JSON `value` of every rank, in rank order. **Collective**."""
         with self.call(kind) as call:
@@ -379,8 +324,30 @@ class Collectives(RunsUnits):
         return self.gather_json(value if self.rank == root else None, kind)[root]
 
 
-def _name_without_width(dtype: np.dtype) -> str:
-    return dtype.kind if dtype.kind in TEXT_KINDS else dtype_name(dtype)
+class OrderedCollectives(Collectives):
+    """The collectives of a strategy with ``num_replicas=``; `options` are `in_order`."""
+
+    is_ordered = True
+
+
+def check_can_order(options: CommunicationOptions) -> None:
+    """Refuse what rounds, or adds up elsewhere, in an order that depends on the ranks."""
+    if options.wire_dtype is not None:
+        raise NotImplementedError(
+            f"wire_dtype={options.wire_dtype!r} with num_replicas: what is rounded on the way "
+            "would depend on the number of ranks. Leave one of them out."
+        )
+    if options.implementation is CommunicationImplementation.NCCL:
+        raise ValueError(
+            "CommunicationImplementation.NCCL with num_replicas: NCCL adds up in an order of its "
+            "own. Use AUTO."
+        )
+
+
+@functools.lru_cache
+def in_order(options: CommunicationOptions) -> CommunicationOptions:
+    """Return `options` with `deterministic`, the same object each time."""
+    return dataclasses.replace(options, deterministic=True)
 
 
 def _warn_unclosed(rank: int, size: int) -> None:

@@ -17,7 +17,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from mpistrat.arguments import as_integer
-from mpistrat.collectives.collectives import Collectives
+from mpistrat.collectives.collectives import CollectiveCall, Collectives
+from mpistrat.collectives.operations.all_gather import gather_flat
+from mpistrat.collectives.operations.broadcast import Broadcast
 from mpistrat.sharding import consecutive
 
 _R = TypeVar("_R")
@@ -26,9 +28,14 @@ _R = TypeVar("_R")
 def barrier(collectives: Collectives) -> None:
     """Return when every rank has made this call. **Collective**."""
     with collectives.call("barrier") as call:
-        call.agree()
-        if not call.channel.checks:  # else the agreement has waited for all
-            call.channel.barrier()
+        wait_for_all(call)
+
+
+def wait_for_all(call: CollectiveCall) -> None:
+    """Return when every rank is in this `call`. **Collective**."""
+    call.agree()
+    if not call.channel.checks:  # else the agreement has waited for all
+        call.channel.barrier()
 
 
 def broadcast_object(collectives: Collectives, kind: str, value: Any, root: int) -> Any:
@@ -38,15 +45,11 @@ def broadcast_object(collectives: Collectives, kind: str, value: Any, root: int)
         is_root = collectives.rank == root
         own = _pickled(kind, value) if is_root else np.empty(0, np.uint8)
         call.agree(f"from rank {root}")
-        transport = call.channel.transport
-        with call.moving():
-            # Only the root knows how long the pickle is.
-            length = np.array([own.size], np.int64)
-            transport.broadcast(length, root)
-            data = own if is_root else np.empty(int(length[0]), np.uint8)
-            call.note_moved(data.nbytes, "broadcast")
-            transport.broadcast(data, root)
-        call.show_received([data])
+        # Only the root knows how long the pickle is.
+        from_root, length = Broadcast(root), np.array([own.size], np.int64)
+        from_root.forward(call, [length], out=[length])
+        data = own if is_root else np.empty(int(length[0]), np.uint8)
+        from_root.forward(call, [data], out=[data])
     return _on_every_rank(collectives, kind, lambda: pickle.loads(data.data))
 
 
@@ -55,13 +58,10 @@ def gather_objects(collectives: Collectives, kind: str, value: Any) -> list[Any]
     with collectives.call(kind) as call:
         own = _pickled(kind, value)
         call.agree()
-        transport = call.channel.transport
-        with call.moving():
-            lengths = transport.all_gather(np.array([own.size], np.int64), [1] * collectives.size)
-            call.note_moved(own.nbytes, "all_gather")
-            joined = transport.all_gather(own, lengths.tolist())
-        call.show_received([joined])
-    parts = consecutive(lengths.tolist())
+        size = np.array([own.size], np.int64)
+        lengths = gather_flat(call, [size], [[1] * collectives.size])[0].tolist()
+        (joined,) = gather_flat(call, [own], [lengths])
+    parts = consecutive(lengths)
     return _on_every_rank(
         collectives, kind, lambda: [pickle.loads(joined[part].data) for part in parts]
     )

@@ -77,13 +77,19 @@ class HierarchicalReducer:
             self.withdraw()
         self._attached = None
 
-    def way(self, op: ReduceOp, dtype: np.dtype, num_bytes: int) -> tuple[int, ...]:
+    def way(self, op: ReduceOp, dtype: np.dtype, num_bytes: int) -> dict[str, int]:
         """Return the numbers with which compiled code reduces an array of one block by `op`."""
         function = compiled_function(op, dtype)
         if function is None or num_bytes > self._memory.BLOCK_BYTES:
-            return ()
+            return {}
         number, itemsize = function
-        return (self._memory.reductions.pointer, number, 1, itemsize, 0, 0, self._num_slices)
+        return {
+            "reductions": self._memory.reductions.pointer,
+            "function": number,
+            "divisor": 1,
+            "itemsize": itemsize,
+            "owners": self._num_slices,
+        }
 
     def check(self) -> None:
         """Raise where a wait of compiled code has ended because ranks leave."""

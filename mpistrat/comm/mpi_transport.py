@@ -24,6 +24,7 @@ from mpistrat.options import ReduceOp
 
 _PART_BYTES = 2**28
 """The longest message, so that counts of any MPI library hold it."""
+_BYTE = np.dtype(np.uint8)
 
 
 class MpiTransport:
@@ -120,11 +121,13 @@ class MpiTransport:
         ]
         self._wait(requests)
 
-    def all_gather(self, part: np.ndarray, counts: Sequence[int]) -> np.ndarray:
+    def all_gather(
+        self, part: np.ndarray, counts: Sequence[int], out: np.ndarray | None = None
+    ) -> np.ndarray:
         """Return the parts of all ranks, one behind the other. **Collective**."""
-        gathered = np.empty(sum(counts), part.dtype)
+        gathered = np.empty(sum(counts), part.dtype) if out is None else out
         with self.occupancy:
-            self._collect(self.comm.Allgatherv, part, counts, gathered)
+            self._collect(self.comm.Allgather, self.comm.Allgatherv, part, counts, gathered)
         return gathered
 
     def start_all_gather(
@@ -140,18 +143,26 @@ class MpiTransport:
         """Return the parts of all ranks on `root`, one behind the other. **Collective**."""
         gathered = np.empty(sum(counts), part.dtype) if self.rank == root else None
         with self.occupancy:
-            self._collect(functools.partial(self.comm.Gatherv, root=root), part, counts, gathered)
+            even = functools.partial(self.comm.Gather, root=root)
+            move = functools.partial(self.comm.Gatherv, root=root)
+            self._collect(even, move, part, counts, gathered)
         return gathered
 
     def _collect(
         self,
+        move_even: Callable[[Any, Any], object],
         move: Callable[[Any, Any], object],
         part: np.ndarray,
         counts: Sequence[int],
         gathered: np.ndarray | None,
     ) -> None:
-        """Fill `gathered` with the parts of all ranks, by as many calls of `move` as it takes."""
+        """Fill `gathered` with the parts of all ranks, by as many calls as it takes."""
+        # MPI has faster ways for parts of one length, such as a tree for short ones.
         if sum(counts) * part.itemsize <= _PART_BYTES:
+            if counts.count(counts[0]) == len(counts):
+                whole = None if gathered is None else [_as_bytes(gathered), MPI.BYTE]
+                move_even([_as_bytes(part), MPI.BYTE], whole)
+                return
             goal = None if gathered is None else _as_parts(gathered, counts)
             move([_as_bytes(part), MPI.BYTE], goal)
             return
@@ -168,14 +179,22 @@ class MpiTransport:
                     place[start : start + piece.size] = piece
 
     def all_to_all(
-        self, buffer: np.ndarray, counts: Sequence[int], incoming: Sequence[int]
+        self,
+        buffer: np.ndarray,
+        counts: Sequence[int],
+        incoming: Sequence[int],
+        out: np.ndarray | None = None,
+        is_even: bool = False,
     ) -> np.ndarray:
         """Send each rank its part of `buffer`, and return what comes. **Collective**."""
-        received = np.empty(sum(incoming), buffer.dtype)
+        received = np.empty(sum(incoming), buffer.dtype) if out is None else out
         limit = min(_PART_BYTES, (2**31 - 1) // self.size) // max(buffer.itemsize, 1)
         with self.occupancy:
             if max(*counts, *incoming) > limit:
                 self._exchange(_split(buffer, counts), _split(received, incoming), limit)
+            elif is_even:
+                goal = [_as_bytes(received), MPI.BYTE]
+                self.comm.Alltoall([_as_bytes(buffer), MPI.BYTE], goal)
             else:
                 self.comm.Alltoallv(_as_parts(buffer, counts), _as_parts(received, incoming))
         return received
@@ -275,7 +294,8 @@ def _pairs(source: np.ndarray, target: np.ndarray) -> list[tuple[Any, np.ndarray
 
 
 def _as_bytes(buffer: np.ndarray) -> np.ndarray:
-    return buffer.reshape(-1).view(np.uint8)
+    is_flat = buffer.ndim == 1 and buffer.dtype == _BYTE
+    return buffer if is_flat else buffer.reshape(-1).view(_BYTE)
 
 
 def _as_parts(buffer: np.ndarray, counts: Sequence[int]) -> list[object]:

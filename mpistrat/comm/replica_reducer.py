@@ -99,9 +99,9 @@ class ReplicaReducer:
         """Withdraw what was attached last."""
         self._attached.pop(self._replica_id, None)
 
-    def way(self, op: ReduceOp, dtype: np.dtype, num_bytes: int) -> tuple[int, ...]:
+    def way(self, op: ReduceOp, dtype: np.dtype, num_bytes: int) -> dict[str, int]:
         """Return nothing: replicas meet in Python."""
-        return ()
+        return {}
 
     def ready(self, op: ReduceOp, dtype: np.dtype) -> None:
         """Return ``None``, as `way` returns nothing."""

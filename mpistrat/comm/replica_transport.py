@@ -9,19 +9,18 @@ from typing import Any
 import numpy as np
 
 from mpistrat.comm.replica_reducer import Meetings, ReplicaReducer
-from mpistrat.comm.transport import NodeReducer, Piggyback, SoloRound, Transport
+from mpistrat.comm.transport import NodeReducer, SoloTransport, Transport, copied
 from mpistrat.options import ReduceOp
 from mpistrat.sharding import replicas_of_ranks
 
 
-class ReplicaTransport:
+class ReplicaTransport(SoloTransport):
     """One replica among all of them: its rank, in a `Transport`, is the number of the replica.
 
     The replicas of a rank meet in each method, and then the rank moves what they all bring. Their
-    agreement is that of `ReplicaChannel`, which needs no round from here.
+    agreement is that of `ReplicaChannel`, which needs no round from here. Only the rank waits,
+    learns which others are dead, and frees what MPI has lent: here that is as for one rank alone.
     """
-
-    piggyback: Piggyback | None = None
 
     def __init__(
         self, transport: Transport, meetings: Meetings, replica_id: int, num_replicas: int
@@ -65,9 +64,6 @@ class ReplicaTransport:
         """Refuse, as `all_reduce`."""
         raise AssertionError("replicas reduce by their tree")
 
-    def drain(self) -> None:
-        """Do nothing: nothing is under way."""
-
     def broadcast(self, buffer: np.ndarray, root: int) -> None:
         """Replace `buffer` of every replica by that of `root`."""
         self.broadcast_each([buffer], [root])
@@ -89,12 +85,14 @@ class ReplicaTransport:
                     np.copyto(buffer, buffers[owner])
         return [None] * len(of_replicas)
 
-    def all_gather(self, part: np.ndarray, counts: Sequence[int]) -> np.ndarray:
+    def all_gather(
+        self, part: np.ndarray, counts: Sequence[int], out: np.ndarray | None = None
+    ) -> np.ndarray:
         """Return the 1-d parts of all replicas, one behind the other."""
         gathered: np.ndarray = self._meet(
             "all_gather", part, functools.partial(self._gather_all, counts, None)
         )
-        return gathered
+        return gathered if out is None else copied(gathered, out)
 
     def start_all_gather(
         self, part: np.ndarray, counts: Sequence[int]
@@ -123,11 +121,16 @@ class ReplicaTransport:
         return [there if replica == root else None for replica in self._share]
 
     def all_to_all(
-        self, buffer: np.ndarray, counts: Sequence[int], incoming: Sequence[int]
+        self,
+        buffer: np.ndarray,
+        counts: Sequence[int],
+        incoming: Sequence[int],
+        out: np.ndarray | None = None,
+        is_even: bool = False,
     ) -> np.ndarray:
         """Send each replica its part of `buffer`, and return the parts sent to this one."""
         came: np.ndarray = self._meet("all_to_all", (buffer, counts, incoming), self._exchange_all)
-        return came
+        return came if out is None else copied(came, out)
 
     def _exchange_all(self, given: list[tuple[np.ndarray, Any, Any]]) -> list[np.ndarray]:
         """Send, to each rank, the parts of this rank's replicas, sender by sender."""
@@ -171,25 +174,6 @@ class ReplicaTransport:
             np.copyto(buffer, self._mail[rank, self.rank].pop(0))
         else:
             self._errand(lambda: self._transport.receive(buffer, self._rank_of[rank]))
-
-    def round(self, num_values: int) -> SoloRound:
-        """Return a round that nobody waits for."""
-        return SoloRound(num_values)
-
-    def wait_busily(self, is_busy: bool) -> None:
-        """Do nothing: it is the rank that waits."""
-
-    def lost_ranks(self, error: BaseException | None) -> None:
-        """Return ``None``: the rank learns which others are dead."""
-
-    def leave_waits(self) -> None:
-        """Do nothing: it is the rank that waits."""
-
-    def revoke(self) -> None:
-        """Do nothing: it is the rank that waits."""
-
-    def close(self) -> None:
-        """Do nothing: all belongs to the rank."""
 
     def abort(self, exit_code: int) -> None:
         """End every process of the job."""

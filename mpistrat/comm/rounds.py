@@ -147,9 +147,9 @@ class GatheredRound(MpiRound):
             gathered[each, :head].data for each in range(comm.size) if each != comm.rank
         ]
         self._own_room, self._rooms = own[head:], gathered[:, head:]
-        places = address_of(self._own_room), address_of(self._rooms)
-        self.way: tuple[int, ...] = (0, *places, length)
-        """The numbers with which compiled code finds what travels."""
+        own_place, places = address_of(self._own_room), address_of(self._rooms)
+        self.way: dict[str, int] = {"values": own_place, "largest": places, "turns": length}
+        """The numbers by name with which compiled code finds what travels."""
         request: Any
         try:
             request = comm.Allgather_init(own, gathered)
@@ -187,7 +187,8 @@ class GatheredRound(MpiRound):
         function, library = compiled_function(op, dtype), native_library()
         if function is not None and library is not None:
             divisor = self._size if op is ReduceOp.MEAN else 1
-            how = function[0], divisor, function[1], *self.way[2:], self._size
+            rows = self.way["largest"], self.way["turns"], self._size
+            how = function[0], divisor, function[1], *rows
             return functools.partial(library.combine_rows, *how)
 
         def write(target: np.ndarray) -> None:
@@ -213,9 +214,14 @@ class SharedRound:
         self.expect = functools.partial(library.round_expect, pointer, _LOOK_NS)
         # A rank that comes later waits, and learns why, in place of finding all there.
         self.withdraw = functools.partial(library.reduce_withdraw, pointer)
-        self.way: tuple[int, ...] = (pointer, send, receive, _TURNS)
-        """The numbers with which compiled code meets the other ranks."""
-        self.meet = functools.partial(library.round_meet, *self.way)
+        self.way: dict[str, int] = {
+            "rounds": pointer,
+            "values": send,
+            "largest": receive,
+            "turns": _TURNS,
+        }
+        """The numbers by name with which compiled code meets the other ranks."""
+        self.meet = functools.partial(library.round_meet, *self.way.values())
         self.room = min(node.ROUND_BYTES, _ROOM_OF_ALL // node.size)
         """How many bytes may travel with a round."""
         self._size = node.size

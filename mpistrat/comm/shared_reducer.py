@@ -54,14 +54,22 @@ class SharedMemoryReducer:
             self.withdraw()
         self._attached = None
 
-    def way(self, op: ReduceOp, dtype: np.dtype, num_bytes: int) -> tuple[int, ...]:
+    def way(self, op: ReduceOp, dtype: np.dtype, num_bytes: int) -> dict[str, int]:
         """Return the numbers with which compiled code reduces an array by `op` in this memory."""
         function = compiled_function(op, dtype)
         if function is None:
-            return ()
+            return {}
         number, itemsize = function
+        block, small = self.sizes
         divisor = self._memory.size if op is ReduceOp.MEAN else 1
-        return (self._memory.reductions.pointer, number, divisor, itemsize, *self.sizes, 0)
+        return {
+            "reductions": self._memory.reductions.pointer,
+            "function": number,
+            "divisor": divisor,
+            "itemsize": itemsize,
+            "block": block,
+            "small": small,
+        }
 
     def ready(self, op: ReduceOp, dtype: np.dtype) -> None:
         """Return ``None``: there is one node."""

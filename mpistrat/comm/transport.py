@@ -95,8 +95,8 @@ class Piggyback(Round, Protocol):
     """How many bytes may travel with a round."""
     is_shared: bool
     """Whether the ranks meet in memory that they share, else by MPI."""
-    way: tuple[int, ...]
-    """The numbers with which compiled code meets the other ranks, or finds what travels."""
+    way: dict[str, int]
+    """The numbers by name with which compiled code meets the other ranks, or finds what travels."""
 
     def attach(self, source: np.ndarray) -> None:
         """Have `source` travel with the next round."""
@@ -127,8 +127,8 @@ class NodeReducer(Reducer, Protocol):
     def detach(self) -> None:
         """Withdraw what was attached last, if it was not reduced."""
 
-    def way(self, op: ReduceOp, dtype: np.dtype, num_bytes: int) -> tuple[int, ...]:
-        """Return the numbers with which compiled code reduces an array, empty if it cannot."""
+    def way(self, op: ReduceOp, dtype: np.dtype, num_bytes: int) -> dict[str, int]:
+        """Return the numbers, by name, with which compiled code reduces an array, if it can."""
         # `check` is called after its waits, and `withdraw` where the ranks do not agree.
 
     def ready(self, op: ReduceOp, dtype: np.dtype) -> Callable[[np.ndarray], object] | None:
@@ -203,8 +203,11 @@ class Transport(Protocol):
     def broadcast_each(self, buffers: Sequence[np.ndarray], roots: Sequence[int]) -> None:
         """Replace each of `buffers` on every rank by that of its root, all of them at a time."""
 
-    def all_gather(self, part: np.ndarray, counts: Sequence[int]) -> np.ndarray:
+    def all_gather(
+        self, part: np.ndarray, counts: Sequence[int], out: np.ndarray | None = None
+    ) -> np.ndarray:
         """Return the 1-d parts of all ranks, of `counts` elements each, one behind the other."""
+        # In `out` if that is given, here and in `all_to_all`; it shares no memory with `part`.
 
     def start_all_gather(
         self, part: np.ndarray, counts: Sequence[int]
@@ -215,11 +218,16 @@ class Transport(Protocol):
         """Do `all_gather` for `root` alone; ``None`` on the other ranks."""
 
     def all_to_all(
-        self, buffer: np.ndarray, counts: Sequence[int], incoming: Sequence[int]
+        self,
+        buffer: np.ndarray,
+        counts: Sequence[int],
+        incoming: Sequence[int],
+        out: np.ndarray | None = None,
+        is_even: bool = False,
     ) -> np.ndarray:
         """Send each rank its part of `buffer`, and return the parts sent to this one."""
         # Rank r gets ``counts[r]`` elements and sends ``incoming[r]``. All is 1-d and in rank
-        # order.
+        # order. With `is_even` all these numbers are equal, on all ranks.
 
     def send(self, buffer: np.ndarray, rank: int) -> None:
         """Send `buffer` to `rank`, which calls `receive`."""
@@ -253,6 +261,14 @@ class Transport(Protocol):
 
 
 _MASK = 2**64 - 1
+
+
+def copied(array: np.ndarray, out: np.ndarray | None) -> np.ndarray:
+    """Return a copy of `array`, which is `out` if that is given."""
+    if out is None:
+        return np.array(array)
+    np.copyto(out, array)
+    return out
 
 
 class SoloRound:
@@ -321,9 +337,11 @@ class SoloTransport:
     def broadcast_each(self, buffers: Sequence[np.ndarray], roots: Sequence[int]) -> None:
         """Leave `buffers` as they are."""
 
-    def all_gather(self, part: np.ndarray, counts: Sequence[int]) -> np.ndarray:
+    def all_gather(
+        self, part: np.ndarray, counts: Sequence[int], out: np.ndarray | None = None
+    ) -> np.ndarray:
         """Return a copy of `part`."""
-        return np.array(part)
+        return copied(part, out)
 
     def start_all_gather(
         self, part: np.ndarray, counts: Sequence[int]
@@ -336,10 +354,15 @@ class SoloTransport:
         return np.array(part)
 
     def all_to_all(
-        self, buffer: np.ndarray, counts: Sequence[int], incoming: Sequence[int]
+        self,
+        buffer: np.ndarray,
+        counts: Sequence[int],
+        incoming: Sequence[int],
+        out: np.ndarray | None = None,
+        is_even: bool = False,
     ) -> np.ndarray:
         """Return a copy of `buffer`."""
-        return np.array(buffer)
+        return copied(buffer, out)
 
     def send(self, buffer: np.ndarray, rank: int) -> None:
         """Refuse: there is no other rank."""

@@ -22,7 +22,6 @@ static PyMethodDef functions[] = {
     FAST("collect_slices", mpistrat_call_collect_slices),
     FAST("reduce_part", mpistrat_call_reduce_part),
     FAST("collect_parts", mpistrat_call_collect_parts),
-    FAST("repeat", mpistrat_repeat),
     FAST("join", mpistrat_join),
     FAST("split", mpistrat_split),
     FAST("array_at", mpistrat_array_at),
@@ -55,5 +54,10 @@ PyMODINIT_FUNC PyInit__native(void)
     PyObject *module = PyModule_Create(&definition);
     if (module != NULL && PyModule_AddStringConstant(module, "DIGEST", MPISTRAT_DIGEST) < 0)
         Py_CLEAR(module);
+    PyObject *type = module == NULL ? NULL : mpistrat_fast_reduction_type();
+    if (module != NULL && (type == NULL || PyModule_AddObject(module, "FastReduction", type) < 0)) {
+        Py_XDECREF(type);
+        Py_CLEAR(module);
+    }
     return module;
 }

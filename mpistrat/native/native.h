@@ -34,8 +34,8 @@ struct sequence;
 int mpistrat_meet(struct sequence *seq, uint64_t *values, uint64_t *largest, int64_t turns,
                   uint64_t first, uint64_t second);
 
-/* repeated.c */
-fast_function mpistrat_repeat;
+/* fast_reduction.c */
+PyObject *mpistrat_fast_reduction_type(void);
 
 /* lists.c */
 fast_function mpistrat_join, mpistrat_split, mpistrat_array_at;

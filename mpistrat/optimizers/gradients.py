@@ -16,8 +16,8 @@ from mpistrat import context, nests
 from mpistrat.arguments import as_array, span_outside
 from mpistrat.arrays import Array, address_of, host_view, is_on_host, namespace_of, place
 from mpistrat.collectives.collectives import CollectiveCall
-from mpistrat.collectives.nested import all_reduce_nest
-from mpistrat.collectives.prepared import PreparedReduction
+from mpistrat.collectives.nest_reductions import all_reduce_nest
+from mpistrat.collectives.reduction import Reduction
 from mpistrat.comm.wire import is_floating
 from mpistrat.errors import ContextError
 from mpistrat.options import ReduceOp
@@ -239,7 +239,7 @@ def sum_over_replicas(
 
 def prepare_sum(
     call: CollectiveCall, gradients: list[Any], variables: Sequence[Variable], parameters: str
-) -> PreparedReduction:
+) -> Reduction:
     """Return the reduction that `sum_over_replicas` does where all gradients are dense."""
     names = _names_signature(tuple([variable.name for variable in variables]))
     return call.prepare(ReduceOp.SUM, gradients, (names, parameters) if parameters else names)

@@ -13,8 +13,8 @@ import numpy as np
 from mpistrat import context
 from mpistrat.agreement.channel import Channel
 from mpistrat.collectives.collectives import CollectiveCall
-from mpistrat.collectives.joint import JointReduction
-from mpistrat.collectives.prepared import PreparedReduction
+from mpistrat.collectives.fast_reduction import JointReduction
+from mpistrat.collectives.reduction import Reduction
 from mpistrat.optimizers.device_update import SumsOfSquares
 from mpistrat.optimizers.gradients import prepare_sum
 from mpistrat.optimizers.update import Rule, Target, UpdateAll, slot_dtype, sums_of_all
@@ -162,7 +162,7 @@ class PreparedStep:
     """The `iterations` of the optimizer."""
     iterations: np.ndarray
     """The memory of that."""
-    reduction: PreparedReduction
+    reduction: Reduction
     joint: JointReduction | None
     """What the replicas of a rank do with it together, if they share the rank."""
     parameters: str
@@ -183,9 +183,9 @@ class PreparedStep:
         self.joint, self.parameters = _joint(call, self.reduction), parameters
 
 
-def _joint(call: CollectiveCall, reduction: PreparedReduction) -> JointReduction | None:
-    repeated = call.repeated(reduction)
-    return repeated if isinstance(repeated, JointReduction) else None
+def _joint(call: CollectiveCall, reduction: Reduction) -> JointReduction | None:
+    fast = call.fast(reduction)
+    return fast if isinstance(fast, JointReduction) else None
 
 
 _MAX_STEPS = 64

@@ -16,7 +16,8 @@ import numpy as np
 from mpistrat import context, nests
 from mpistrat.arrays import host_result
 from mpistrat.collectives.collectives import Collectives
-from mpistrat.collectives.nested import all_gather_nest
+from mpistrat.collectives.operations.all_gather import AllGather
+from mpistrat.collectives.replica_collectives import apply_to_nest
 from mpistrat.context import call_in_update_context
 from mpistrat.errors import ContextError
 from mpistrat.failures import flight_dumps, logs
@@ -190,7 +191,8 @@ class StrategyExtended(ExtendedV1):
         """Concatenate `value` in host memory: see `Strategy.gather`. **Collective**."""
         context.require_cross_replica(self._container, "gather")
         with self._replicas.call("gather") as call:
-            gathered = all_gather_nest(call, local_components(value), axis)
+            components = local_components(value)
+            gathered = apply_to_nest(call, AllGather.parse(call.kind, axis), components)
         return nests.map_nest(host_result, gathered)
 
     def reduce_to(

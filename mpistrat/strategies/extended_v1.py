@@ -13,6 +13,7 @@ from mpistrat import context, nests
 from mpistrat.arguments import as_array
 from mpistrat.arrays import Array, Device, place
 from mpistrat.collectives.collectives import Collectives
+from mpistrat.collectives.operations.broadcast import broadcast
 from mpistrat.context import call_in_update_context
 from mpistrat.errors import ContextError, OutOfRangeError, warn_deprecated
 from mpistrat.options import ReduceOpLike
@@ -277,7 +278,7 @@ class ExtendedV1(abc.ABC):
                     "broadcast_to: the value is a PerReplica, but rank 0's alone is sent: forgot "
                     "strategy.run? Give its component (numpy.asarray), or reduce it."
                 )
-            value = call.broadcast(as_array(call.kind, unwrap_mirrored(array)))
+            value = broadcast(call, as_array(call.kind, unwrap_mirrored(array)))
         return Mirrored(value if where is None else place(value, Device(where.kind, where.index)))
 
     def experimental_run_steps_on_iterator(

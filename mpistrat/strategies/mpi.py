@@ -13,8 +13,12 @@ from mpistrat import context
 from mpistrat.agreement.call import AllOrNone
 from mpistrat.arguments import as_bool, as_integer
 from mpistrat.arrays import Device
-from mpistrat.collectives.collectives import Collectives
-from mpistrat.collectives.ordered import OrderedCollectives, check_can_order, in_order
+from mpistrat.collectives.collectives import (
+    Collectives,
+    OrderedCollectives,
+    check_can_order,
+    in_order,
+)
 from mpistrat.comm.device_reducers import DeviceCapabilities
 from mpistrat.comm.selection import check_options
 from mpistrat.failures import flight_dumps

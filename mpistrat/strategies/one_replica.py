@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mpistrat import context, nests
 from mpistrat.arguments import as_integer
 from mpistrat.arrays import Device
-from mpistrat.collectives.collectives import Collectives
-from mpistrat.collectives.ordered import OrderedCollectives, in_order
+from mpistrat.collectives.collectives import Collectives, OrderedCollectives, in_order
 from mpistrat.errors import ContextError, warn_deprecated
 from mpistrat.layout import SharedLayout
 from mpistrat.mpi.launcher import find_launcher

@@ -13,8 +13,9 @@ import numpy as np
 from mpistrat import nests
 from mpistrat.arguments import as_array, normalize_axes
 from mpistrat.arrays import Array, Device, host_result, is_array, namespace_of, place
+from mpistrat.collectives.axis_reductions import reduce_over_axes
 from mpistrat.collectives.collectives import CollectiveCall
-from mpistrat.collectives.nested import all_reduce_nest, leaf_arrays, reduce_over_axes
+from mpistrat.collectives.nest_reductions import all_reduce_nest, leaf_arrays
 from mpistrat.comm.wire import result_dtype, wire_dtype
 from mpistrat.layout import Layout
 from mpistrat.options import ReduceOp, ReduceOpLike

@@ -16,7 +16,7 @@ from mpistrat.arguments import as_array, as_integer
 from mpistrat.arrays import Array
 from mpistrat.collectives import objects
 from mpistrat.collectives.collectives import Collectives
-from mpistrat.collectives.group_collectives import GroupCollectives
+from mpistrat.collectives.replica_collectives import GroupCollectives
 from mpistrat.errors import warn_deprecated
 from mpistrat.layout import Layout
 from mpistrat.options import (

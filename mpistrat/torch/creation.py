@@ -19,7 +19,7 @@ from mpistrat.mpi.world import thread_level
 from mpistrat.system.text import rank_list
 from mpistrat.torch.group import Group, MpiProcessGroup
 from mpistrat.torch.launching import Options, check_devices, check_place, job_communicator
-from mpistrat.torch.memory import described, is_on_host
+from mpistrat.torch.tensors import described, is_on_host
 
 _NUM_TAGS = 32767
 """The smallest largest tag that MPI promises."""

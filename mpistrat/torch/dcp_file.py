@@ -28,7 +28,7 @@ from mpistrat.checkpoint.writer import (
     variable_item,
 )
 from mpistrat.errors import CheckpointError
-from mpistrat.torch.meeting import Meeting
+from mpistrat.torch.store_barrier import Meeting
 from mpistrat.torch.stored import name_of, stored_dtype
 
 Keys = tuple[str | int, ...]

@@ -36,7 +36,7 @@ from mpistrat.checkpoint.shards import Extent, digests_in_file, read_box
 from mpistrat.checkpoint.state_json import join_state, tied_paths
 from mpistrat.checkpoint.torch_hook import Box
 from mpistrat.errors import CheckpointCorruptError
-from mpistrat.torch.meeting import Meeting
+from mpistrat.torch.store_barrier import Meeting
 from mpistrat.torch.stored import as_tensor, on_host, tensor_dtype
 
 _WHAT = "HDF5Reader"

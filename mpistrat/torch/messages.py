@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -19,15 +21,22 @@ from mpistrat.agreement.channel import Channel
 from mpistrat.errors import CollectiveTimeoutError
 from mpistrat.mpi.world import largest_tag
 from mpistrat.system.callsite import format_place, users_place
-from mpistrat.torch.arguments import check_is_of_ranks, check_writable
-from mpistrat.torch.memory import Operand
-from mpistrat.torch.progress import progress
+from mpistrat.system.exit_hooks import Phase, at
+from mpistrat.torch.tensors import Operand, check_is_of_ranks, check_writable
 
 _POLLS = 50
 """How often a wait tests its message before it lets other threads and ranks have the core."""
 _BRISK_S = 0.01
 """How long it only yields the core: most waits are shorter than the shortest sleep."""
 _PAUSE_S = 0.0002
+
+_TICK_S = 0.001
+_IDLE_TICKS = 50
+"""For so long it stays awake without messages: to wake it costs a switch of threads."""
+_TESTS = 32
+"""How many messages it tests at each tick. One test makes MPI look at all of them."""
+_PATIENCE_S = 1.0
+"""How long the end of the program waits for the thread."""
 
 _LARGEST_COUNT = 2**31 - 1
 _BLOCK_BYTES = 2**20
@@ -36,19 +45,10 @@ _largest_tag = functools.cache(largest_tag)
 
 
 class MessageWork(dist.Work):
-    """A message under way. It is not agreed upon: one rank sends, one receives.
+    """A message under way. It is not agreed upon: one rank sends, one receives."""
 
-    Parameters
-    ----------
-    kind : str
-    peer : str
-        The other rank, for errors.
-    operand : Operand
-        Its memory, kept until the end.
-    request : MPI.Request
-    channel : Channel
-        Of the group, whose time limit and losses end the wait.
-    """
+    # `peer` is the other rank, for errors. The memory of `operand` is kept until the end. The time
+    # limit and the losses of the `channel`, that of the group, end the wait.
 
     def __init__(
         self, kind: str, peer: str, operand: Operand, request: MPI.Request, channel: Channel
@@ -64,7 +64,7 @@ class MessageWork(dist.Work):
         self._future: torch.futures.Future[Any] | None = None
         self._is_done = False
         if not self.is_completed():
-            progress.add(self)
+            _progress.add(self)
 
     @property
     def is_lost(self) -> bool:
@@ -177,6 +177,71 @@ class MessageWork(dist.Work):
             future.set_result([self._operand.memory])
         else:
             future.set_exception(self._error)
+
+
+class _Progress:
+    """The thread of this process, and the messages that it tests."""
+
+    # MPI moves data only inside its calls. A rank that waits in an agreement polls shared memory,
+    # and one that computes calls nothing. So while messages are under way, this thread tests them
+    # from time to time. It also keeps the memory of messages whose work the program has dropped.
+
+    def __init__(self) -> None:
+        self._messages: deque[MessageWork] = deque()
+        self._lost: list[MessageWork] = []
+        """Not tested any more; but MPI may still write to their memory."""
+        self._awake = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._is_ending = False
+
+    def add(self, message: MessageWork) -> None:
+        """Test `message` until it is done."""
+        self._messages.append(message)
+        if not self._awake.is_set():
+            self._awake.set()
+        if self._thread is None:
+            self._start()
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._thread is not None or self._is_ending:
+                return
+            self._thread = threading.Thread(target=self._run, name="mpistrat-messages", daemon=True)
+            self._thread.start()
+        # Not at import: a program that sends no message has no such thread.
+        at(Phase.AFTER_LAST_ROUND, self._end)
+        at(Phase.BEFORE_ABORT, self._end)
+
+    def _run(self) -> None:
+        idle_ticks = 0
+        while not self._is_ending:
+            idle_ticks = 0 if self._messages else idle_ticks + 1
+            if idle_ticks > _IDLE_TICKS:
+                self._awake.clear()
+                if not self._messages:  # else one was added before `clear`
+                    self._awake.wait()
+                idle_ticks = 0
+            time.sleep(_TICK_S)
+            self._test()
+
+    def _test(self) -> None:
+        for _ in range(min(len(self._messages), _TESTS)):
+            message = self._messages.popleft()
+            with contextlib.suppress(MPI.Exception):  # raised again to whoever waits for it
+                if message.is_completed():
+                    continue
+            (self._lost if message.is_lost else self._messages).append(message)
+
+    def _end(self) -> None:
+        """End the thread: inside MPI or Python it would crash the end of the interpreter."""
+        self._is_ending = True
+        self._awake.set()
+        if self._thread is not None:
+            self._thread.join(_PATIENCE_S)
+
+
+_progress = _Progress()
 
 
 class Messages:

@@ -6,22 +6,42 @@ before anything moves.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed import distributed_c10d as c10d
 
 from mpistrat.collectives.collectives import CollectiveCall, Collectives
+from mpistrat.collectives.objects import wait_for_all
+from mpistrat.collectives.operations.all_gather import gather_flat
+from mpistrat.collectives.operations.all_to_all import exchange_flat
+from mpistrat.collectives.operations.broadcast import Broadcast
+from mpistrat.collectives.operations.scatter import Scatter
 from mpistrat.system.callsite import users_place
-from mpistrat.torch import moves, reductions
-from mpistrat.torch.arguments import (
+from mpistrat.torch import reductions
+from mpistrat.torch.tensors import (
+    Operand,
+    apart,
     apart_from,
+    are_apart,
     check_is_of_ranks,
+    check_list,
+    check_root,
+    check_whole,
     check_writable,
+    common_dtype,
+    described,
     equal_parts,
+    hand_out,
+    joined_bytes,
+    row_counts,
+    source_of,
     subject,
+    target_of,
 )
 from mpistrat.torch.works import GroupQueue, GroupWork
 
@@ -40,7 +60,7 @@ class Operations:
 
         def operation() -> None:
             with self._collectives.call(kind) as call:
-                limit_s = opts.timeout.total_seconds()
+                limit_s = 0.0 if opts is None else opts.timeout.total_seconds()
                 if limit_s > 0:
                     call.timeout_s = limit_s
                 body(call)
@@ -78,10 +98,8 @@ class Operations:
         """Reduce the tensor to one rank, in place there."""
         opts = opts or c10d.ReduceOptions()
         (tensor,) = tensors
-
-        def body(call: CollectiveCall) -> None:
-            reductions.reduce(call, opts.reduceOp, tensor, opts.rootRank)
-
+        how = {"op": opts.reduceOp, "tensor": tensor, "root": opts.rootRank}
+        body = functools.partial(reductions.reduce, **how)
         return self._issue("torch.reduce", body, tensors, opts)
 
     def reduce_scatter(
@@ -89,10 +107,8 @@ class Operations:
     ) -> GroupWork:
         """Reduce the tensors of all ranks for each rank to it."""
         opts = opts or c10d.ReduceScatterOptions()
-
-        def body(call: CollectiveCall) -> None:
-            reductions.reduce_scatter(call, opts.reduceOp, outputs[0], inputs[0])
-
+        how = {"op": opts.reduceOp, "output": outputs[0], "inputs": inputs[0]}
+        body = functools.partial(reductions.reduce_scatter, **how)
         return self._issue("torch.reduce_scatter", body, outputs, opts)
 
     def reduce_scatter_single(
@@ -127,7 +143,15 @@ class Operations:
         (tensor,) = tensors
 
         def body(call: CollectiveCall) -> None:
-            moves.broadcast(call, tensor, opts.rootRank)
+            root = opts.rootRank
+            check_root(call, root)
+            is_root = call.channel.rank == root
+            operand = source_of(call, tensor) if is_root else target_of(call, tensor)
+            call.agree(f"from rank {root}", described(tensor))
+            array = operand.array
+            Broadcast(root).forward(call, [array], out=[array])
+            if not is_root:
+                operand.give_back()
 
         return self._issue("torch.broadcast", body, tensors, opts)
 
@@ -139,7 +163,13 @@ class Operations:
         (output,), parts = outputs, inputs[0] if inputs else []
 
         def body(call: CollectiveCall) -> None:
-            moves.scatter(call, output, parts, opts.rootRank)
+            root = opts.rootRank
+            sources = _parts_of_root(call, output, parts, "scatter_list", root)
+            target = target_of(call, output)
+            call.agree(f"from rank {root}", described(output))
+            counts = Scatter(root).counts(call, [target.num_bytes] * call.channel.size)
+            exchange_flat(call, joined_bytes(sources), *counts, target.bytes)
+            target.give_back()
 
         return self._issue("torch.scatter", body, outputs, opts)
 
@@ -151,7 +181,18 @@ class Operations:
         (own,), parts = inputs, outputs[0] if outputs else []
 
         def body(call: CollectiveCall) -> None:
-            moves.gather(call, own, parts, opts.rootRank)
+            root = opts.rootRank
+            targets = _parts_of_root(call, own, parts, "gather_list", root)
+            for each in parts:
+                check_writable(subject(call), each)
+            source = source_of(call, own)
+            call.agree(f"to rank {root}", described(own))
+            call.note_moved(source.num_bytes, "gather")
+            with call.moving():
+                counts = [source.num_bytes] * call.channel.size
+                whole = call.channel.transport.gather(source.bytes, counts, root)
+            if whole is not None:
+                hand_out(whole, targets)
 
         return self._issue("torch.gather", body, outputs, opts)
 
@@ -167,11 +208,21 @@ class Operations:
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
     ) -> GroupWork:
         """Receive the tensors of all ranks, whose shapes may differ."""
-        opts = opts or c10d.AllgatherOptions()
         (received,), (own,) = outputs, inputs
 
         def body(call: CollectiveCall) -> None:
-            moves.all_gather_v(call, own, received)
+            source, targets = source_of(call, own), [target_of(call, each) for each in received]
+            check_list(call, received, "tensor_list", None)
+            rank = call.channel.rank
+            if described(received[rank]) != described(own):
+                raise ValueError(
+                    f"{subject(call)}: tensor {rank} of tensor_list is for this rank's tensor, of "
+                    f"dtype and shape {described(own)}, but has {described(received[rank])}."
+                )
+            call.agree(tuple(map(described, received)))
+            counts = [each.num_bytes for each in targets]
+            (whole,) = gather_flat(call, [source.bytes], [counts])
+            hand_out(whole, targets)
 
         return self._issue("torch.all_gather", body, outputs, opts)
 
@@ -179,43 +230,67 @@ class Operations:
         self, output: torch.Tensor, source: torch.Tensor, opts: Any = None
     ) -> GroupWork:
         """Receive the tensors of all ranks in one, one behind the other."""
-        opts = opts or c10d.AllgatherOptions()
-
-        def body(call: CollectiveCall) -> None:
-            moves.all_gather_into(call, [output], [source])
-
-        return self._issue("torch.all_gather_into_tensor", body, [output], opts)
+        body = functools.partial(_gather_into, outputs=[output], inputs=[source])
+        return self._issue(
+            "torch.all_gather_into_tensor", body, [output], opts or c10d.AllgatherOptions()
+        )
 
     def allgather_into_tensor_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> GroupWork:
         """Do `all_gather_single` of each pair."""
-        opts = opts or c10d.AllgatherOptions()
-
-        def body(call: CollectiveCall) -> None:
-            moves.all_gather_into(call, outputs, inputs)
-
-        return self._issue("torch.all_gather_into_tensor_coalesced", body, outputs, opts)
+        body = functools.partial(_gather_into, outputs=outputs, inputs=inputs)
+        return self._issue(
+            "torch.all_gather_into_tensor_coalesced", body, outputs, opts or c10d.AllgatherOptions()
+        )
 
     def allgather_coalesced(
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
     ) -> GroupWork:
         """Receive the lists of tensors of all ranks: ``outputs[rank][i]``."""
-        opts = opts or c10d.AllgatherOptions()
 
         def body(call: CollectiveCall) -> None:
-            moves.all_gather_each(call, outputs, inputs)
+            size = call.channel.size
+            if len(outputs) != size or {len(each) for each in outputs} != {len(inputs)}:
+                raise ValueError(
+                    f"{subject(call)}: expected {size} lists of {len(inputs)} tensors, one list "
+                    "for each rank, but got lists of the lengths "
+                    f"{[len(each) for each in outputs]}."
+                )
+            targets = []
+            for number, own in enumerate(inputs):
+                received = [tensors[number] for tensors in outputs]
+                check_list(call, received, f"number {number} of the output lists", own)
+                targets.append([target_of(call, each) for each in received])
+            sources = [source_of(call, each) for each in inputs]
+            call.agree(tuple(map(described, inputs)))
+            counts = [[each.num_bytes] * size for each in sources]
+            wholes = gather_flat(call, [each.bytes for each in sources], counts)
+            for whole, of_ranks in zip(wholes, targets, strict=True):
+                hand_out(whole, of_ranks)
 
-        return self._issue("torch.all_gather_coalesced", body, outputs, opts)
+        return self._issue(
+            "torch.all_gather_coalesced", body, outputs, opts or c10d.AllgatherOptions()
+        )
 
     def alltoall(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> GroupWork:
         """Send one tensor of a list to each rank, and receive one from each."""
-        opts = opts or c10d.AllToAllOptions()
 
         def body(call: CollectiveCall) -> None:
-            moves.all_to_all(call, outputs, inputs)
+            sources = [source_of(call, each) for each in inputs]
+            targets = [target_of(call, each) for each in outputs]
+            check_list(call, inputs, "input_tensor_list", None)
+            check_list(call, outputs, "output_tensor_list", None)
+            dtype = common_dtype(call, outputs, inputs)
+            sent, received = (
+                [each.numel() for each in each_list] for each_list in (inputs, outputs)
+            )
+            call.agree(str(dtype).removeprefix("torch."))
+            whole = Operand(torch.empty(sum(received), dtype=dtype), "").bytes
+            _exchange(call, joined_bytes(sources), dtype.itemsize, sent, received, whole)
+            hand_out(whole, targets)
 
         return self._issue("torch.all_to_all", body, outputs, opts)
 
@@ -228,23 +303,35 @@ class Operations:
         opts: Any = None,
     ) -> GroupWork:
         """Send rows of one tensor to each rank, and receive rows from each."""
-        opts = opts or c10d.AllToAllOptions()
 
         def body(call: CollectiveCall) -> None:
-            moves.all_to_all_single(call, output, source, output_splits, input_splits)
+            target, own = target_of(call, output), source_of(call, source)
+            received = row_counts(call, output, output_splits, "output")
+            sent = row_counts(call, source, input_splits, "input")
+            dtype = common_dtype(call, [output], [source])
+            if output_splits or input_splits:
+                call.agree(described(source)[0], "with split sizes")
+                buffer = apart(own, target).bytes
+                _exchange(call, buffer, dtype.itemsize, sent, received, target.bytes)
+            else:
+                if output.numel() != source.numel():
+                    raise ValueError(
+                        f"{subject(call)}: without split sizes, output and input must have equally "
+                        f"many elements, not {output.numel()} and {source.numel()}."
+                    )
+                call.agree(described(source), "without split sizes")
+                counts = [own.num_bytes // call.channel.size] * call.channel.size
+                buffer = apart(own, target).bytes
+                exchange_flat(call, buffer, counts, counts, target.bytes, is_even=True)
+            target.give_back()
 
-        return self._issue("torch.all_to_all_single", body, [output], opts)
+        return self._issue(
+            "torch.all_to_all_single", body, [output], opts or c10d.AllToAllOptions()
+        )
 
     def barrier(self, opts: Any = None) -> GroupWork:
         """Return once all ranks have come."""
-        opts = opts or c10d.BarrierOptions()
-
-        def body(call: CollectiveCall) -> None:
-            call.agree()
-            if not call.channel.checks:  # else the agreement has waited for all
-                call.channel.barrier()
-
-        return self._issue("torch.barrier", body, [], opts)
+        return self._issue("torch.barrier", wait_for_all, [], opts)
 
     # Names of other versions of torch.
     gather_into_tensor = gather_single
@@ -253,6 +340,68 @@ class Operations:
     all_to_all_single = alltoall_base
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     all_gather_single_coalesced = allgather_into_tensor_coalesced
+
+
+def _parts_of_root(
+    call: CollectiveCall,
+    own: torch.Tensor,
+    parts: Sequence[torch.Tensor],
+    name: str,
+    root: int,
+) -> list[Operand]:
+    """Return the `parts` that `root` must have, one like `own` for each rank; else nothing."""
+    check_root(call, root)
+    if call.channel.rank != root:
+        return []
+    operands = [source_of(call, each) for each in parts]
+    check_list(call, parts, name, own)
+    return operands
+
+
+def _gather_into(
+    call: CollectiveCall, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> None:
+    """Gather each of `inputs` over ranks into one of `outputs`. **Collective**."""
+    targets, sources = [], []
+    for output, source in zip(outputs, inputs, strict=True):
+        targets.append(target_of(call, output))
+        sources.append(source_of(call, source))
+        check_whole(call, output, source, "output", "input")
+    # Sharded modules gather a parameter from its place in it. MPI_IN_PLACE is for all ranks or none
+    # (MPI 4.1, section 6.2), and these may differ.
+    sent = [apart(*pair) for pair in zip(sources, targets, strict=True)]
+    if len(sent) > 1 and not are_apart([each.memory for each in sent], outputs):
+        sent = [Operand(each.memory.clone(), "") for each in sources]
+    call.agree(tuple(map(described, inputs)))
+    counts = [[each.num_bytes] * call.channel.size for each in sent]
+    gather_flat(call, [each.bytes for each in sent], counts, [each.bytes for each in targets])
+    for target in targets:
+        target.give_back()
+
+
+def _exchange(
+    call: CollectiveCall,
+    buffer: np.ndarray,
+    itemsize: int,
+    sent: Sequence[int],
+    received: Sequence[int],
+    out: np.ndarray | None = None,
+) -> np.ndarray:
+    """Send elements to all ranks, and receive theirs, once agreed. **Collective**."""
+    transport, size = call.channel.transport, call.channel.size
+    with call.moving():
+        own = np.array([*sent, *received], np.int64)
+        table = transport.all_gather(own, [own.size] * size).reshape(size, 2, size)
+    wrong = np.argwhere(table[:, 0] != table[:, 1].T)
+    if len(wrong):
+        sender, receiver = wrong[0].tolist()
+        raise ValueError(
+            f"{call.kind}: rank {sender} sends {table[sender, 0, receiver]} elements to rank "
+            f"{receiver}, which expects {table[receiver, 1, sender]}. Compare the split sizes, or "
+            "the shapes of the lists."
+        )
+    counts, incoming = ([each * itemsize for each in numbers] for numbers in (sent, received))
+    return exchange_flat(call, buffer, counts, incoming, out)
 
 
 def _num_bytes(outputs: Sequence[Any]) -> int:

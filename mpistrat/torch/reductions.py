@@ -11,20 +11,23 @@ import torch
 from mpi4py import MPI
 from torch.distributed import ReduceOp as TorchOp
 
-from mpistrat.collectives.aliasing import are_apart
+from mpistrat.arrays import are_apart
 from mpistrat.collectives.collectives import CollectiveCall
+from mpistrat.collectives.operations.all_gather import gather_flat
+from mpistrat.collectives.operations.all_to_all import exchange_flat
 from mpistrat.comm.mpi_transport import in_parts
 from mpistrat.comm.ops import combine
 from mpistrat.comm.wire import accumulator_dtype, cast, cast_into
 from mpistrat.options import ReduceOp
-from mpistrat.torch.arguments import (
+from mpistrat.torch.tensors import (
+    Operand,
     check_root,
     common_dtype,
+    described,
     source_of,
     subject,
     target_of,
 )
-from mpistrat.torch.memory import Operand, described
 
 _RedOp = TorchOp.RedOpType
 _OPS = {
@@ -53,20 +56,9 @@ _OF_BOOL = {ReduceOp.SUM: ReduceOp.MAX, ReduceOp.PROD: ReduceOp.MIN}
 
 
 class _Reduction:
-    """An operator of torch for tensors of some dtypes.
+    """The operator `known` of torch for tensors of some dtypes, which it must fit."""
 
-    Parameters
-    ----------
-    kind : str
-        The operation, for errors.
-    known : torch.distributed.ReduceOp.RedOpType
-    dtypes : torch.dtype
-
-    Raises
-    ------
-    TypeError, ValueError
-        If tensors of these dtypes cannot be reduced by it.
-    """
+    # `kind` is the operation, for errors.
 
     def __init__(self, kind: str, known: Any, *dtypes: torch.dtype) -> None:
         self.bitwise = _BITWISE.get(known)
@@ -126,21 +118,15 @@ def all_reduce(call: CollectiveCall, op: Any, tensors: Sequence[torch.Tensor]) -
         for array in arrays:
             _combine_bits(call, reduction.bitwise, array)
     else:
-        _reduce_in_place(call, reduction, arrays)
+        # One may be memory of another, such as the same tensor twice.
+        is_apart = len(arrays) == 1 or are_apart(arrays, arrays)
+        targets = arrays if is_apart else [array.copy() for array in arrays]
+        call.all_reduce_in_place(reduction.op, targets, reduction.structure)
+        if not is_apart:
+            for array, target in zip(arrays, targets, strict=True):
+                np.copyto(array, target)
     for operand in operands:
         operand.give_back()
-
-
-def _reduce_in_place(
-    call: CollectiveCall, reduction: _Reduction, arrays: Sequence[np.ndarray]
-) -> None:
-    # One may be memory of another, such as the same tensor twice.
-    is_apart = len(arrays) == 1 or are_apart(arrays, arrays)
-    targets = arrays if is_apart else [array.copy() for array in arrays]
-    call.all_reduce_in_place(reduction.op, targets, reduction.structure)
-    if not is_apart:
-        for array, target in zip(arrays, targets, strict=True):
-            np.copyto(array, target)
 
 
 def _combine_bits(call: CollectiveCall, bitwise: _Bitwise, array: np.ndarray) -> None:
@@ -188,11 +174,8 @@ def reduce_scatter(
     common_dtype(call, [output], inputs)
     call.agree(reduction.name, tuple(map(described, inputs)))
     joined = np.concatenate([each.reshape(-1) for each in reduction.arrays(operands)])
-    counts = [each.numel() for each in inputs]
-    with call.moving():
-        incoming = [output.numel()] * channel.size
-        pieces = channel.transport.all_to_all(joined, counts, incoming)
-    pieces = pieces.reshape(channel.size, output.numel())
+    counts, incoming = [each.numel() for each in inputs], [output.numel()] * channel.size
+    pieces = exchange_flat(call, joined, counts, incoming).reshape(channel.size, output.numel())
     if reduction.bitwise:
         result = reduction.bitwise.ufunc.reduce(pieces, axis=0)
     else:
@@ -229,8 +212,5 @@ def _gathered(call: CollectiveCall, rows: torch.Tensor, counts: Sequence[int]) -
     joined = torch.empty((sum(counts), *rows.shape[1:]), dtype=rows.dtype)
     row_bytes = joined[0].numel() * joined.element_size() if len(joined) else 0
     source, target = source_of(call, rows), Operand(joined, "")
-    with call.communicator() as comm:
-        comm.Allgatherv(
-            [source.buffer, MPI.BYTE], [target.buffer, [n * row_bytes for n in counts], MPI.BYTE]
-        )
+    gather_flat(call, [source.bytes], [[n * row_bytes for n in counts]], [target.bytes])
     return joined

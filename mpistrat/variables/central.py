@@ -9,7 +9,7 @@ import numpy as np
 
 from mpistrat.arrays import Array, Device, place
 from mpistrat.collectives.collectives import CollectiveCall, Collectives
-from mpistrat.collectives.prepared import dtype_name
+from mpistrat.collectives.reduction import dtype_name
 from mpistrat.comm.node_file import share_memory_file
 from mpistrat.system.text import readable_size
 from mpistrat.values import IndexedSlices

@@ -10,6 +10,7 @@ import numpy as np
 
 from mpistrat.arrays import Array, host_view
 from mpistrat.collectives.collectives import CollectiveCall
+from mpistrat.collectives.operations.all_gather import AllGather
 from mpistrat.errors import ReplicaDriftError
 from mpistrat.options import ReduceOp
 from mpistrat.system.digests import digest_of_values
@@ -110,7 +111,7 @@ def _drift(
     num_differing: int,
 ) -> ReplicaDriftError:
     """Return the error that says which of `ranks` hold the same. **Collective**."""
-    (digests,) = call.all_gather([np.array([digest])], 0)
+    (digests,) = AllGather(0).forward(call, [np.array([digest])])
     lines = lines_of_groups({rank: digests.tolist()[rank] for rank in ranks})
     place = f" at {path!r}" if path not in ("", variable.name) else ""
     lines.append(f"Other variables that differ: {num_differing - 1}.")

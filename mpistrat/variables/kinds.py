@@ -9,6 +9,7 @@ import numpy as np
 from mpistrat import context
 from mpistrat.arrays import Array, host_view, namespace_of, pieces
 from mpistrat.collectives.collectives import CollectiveCall, Collectives
+from mpistrat.collectives.operations.broadcast import broadcast
 from mpistrat.options import ReduceOp, VariableAggregation
 from mpistrat.user_warnings import empty_parts
 from mpistrat.values import PerReplica
@@ -120,7 +121,7 @@ class SyncOnReadVariable(Variable, kind="on_read"):
         with self._replicas.call("read of SyncOnRead variable", self.name) as call:
             self._check_can_aggregate("read")
             if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-                return call.broadcast(self._storage)
+                return broadcast(call, self._storage)
             (value,) = call.all_reduce(ReduceOp[self.aggregation.name], [self._storage])
         return value
 

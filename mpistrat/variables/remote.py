@@ -14,7 +14,7 @@ import numpy.typing as npt
 from mpistrat import context
 from mpistrat.arrays import Array, Device, host_view
 from mpistrat.collectives.collectives import CollectiveCall, Collectives
-from mpistrat.collectives.prepared import dtype_name
+from mpistrat.collectives.reduction import dtype_name
 from mpistrat.sharding import cut, part_lengths
 from mpistrat.values import IndexedSlices, PerReplica
 from mpistrat.variables.divided import BYTES_PER_PIECE

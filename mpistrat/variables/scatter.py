@@ -13,6 +13,7 @@ import numpy as np
 from mpistrat.arguments import as_array, span_outside
 from mpistrat.arrays import Array, host_view, namespace_of
 from mpistrat.collectives.collectives import CollectiveCall
+from mpistrat.collectives.operations.all_gather import AllGather
 from mpistrat.options import VariableAggregation
 from mpistrat.values import DistributedValues, IndexedSlices
 from mpistrat.variables.writes import Target, Write, cast_to, check_arithmetic
@@ -102,7 +103,9 @@ class SliceWrite:
     def merged(self, call: CollectiveCall, target: Target, value: IndexedSlices) -> IndexedSlices:
         """Return the slices of all replicas in rank order, or rank 0's. **Collective**."""
         own = self.contribution(call, target, value)
-        values, indices = call.all_gather([own.values, own.indices], 0, target.aggregation.name)
+        values, indices = AllGather(0).forward(
+            call, [own.values, own.indices], target.aggregation.name
+        )
         return IndexedSlices(values, indices)
 
     def apply(self, storage: Array, value: IndexedSlices) -> None:

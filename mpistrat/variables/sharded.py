@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from mpistrat.arrays import Array, host_view, place, taken
 from mpistrat.collectives.collectives import CollectiveCall
-from mpistrat.collectives.prepared import dtype_name
+from mpistrat.collectives.reduction import dtype_name
 from mpistrat.settings import settings
 from mpistrat.sharding import cut
 from mpistrat.system.text import readable_size

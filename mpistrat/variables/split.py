@@ -9,7 +9,8 @@ import numpy as np
 
 from mpistrat.arrays import Array, host_view, native, place
 from mpistrat.collectives.collectives import CollectiveCall, Collectives
-from mpistrat.collectives.prepared import dtype_name
+from mpistrat.collectives.operations.broadcast import broadcast
+from mpistrat.collectives.reduction import dtype_name
 from mpistrat.variables.blocks import AxisSplit
 from mpistrat.variables.divided import SavedInPieces
 from mpistrat.variables.initial import InitialValue
@@ -42,16 +43,16 @@ class _SplitParts(SavedInPieces):
         else:
             whole = initial.whole(self._name)
             self._split = AxisSplit(whole.shape, axis, layout.ranks_per_replica, layout.shard)
-            own = self._split.cut_own(call.broadcast(whole, self._checked_modes(whole.dtype)))
+            own = self._split.cut_own(broadcast(call, whole, self._checked_modes(whole.dtype)))
         return np.array(own, order="C"), own.shape
 
     def _of_first_replica(self, call: CollectiveCall, own: np.ndarray) -> np.ndarray:
         """Return the part that the first replica has made. **Collective**."""
         extended = self.strategy.extended
         if extended._replicas is extended._collectives:
-            return call.broadcast(own)
+            return broadcast(call, own)
         with extended._replicas.call(call.kind, self._name) as among_replicas:
-            part: np.ndarray = among_replicas.broadcast(own)
+            part: np.ndarray = broadcast(among_replicas, own)
             return part
 
     @property

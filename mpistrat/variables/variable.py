@@ -27,6 +27,7 @@ from mpistrat.arrays import (
     taken,
 )
 from mpistrat.collectives.collectives import CollectiveCall, Collectives
+from mpistrat.collectives.operations.broadcast import broadcast
 from mpistrat.cuda_api import ForNumPy
 from mpistrat.options import VariableAggregation, VariableSynchronization
 from mpistrat.system.text import html_table, readable_size, small_values
@@ -233,7 +234,7 @@ class Variable(NDArrayOperatorsMixin, metaclass=_MadeTogether):
     ) -> tuple[np.ndarray, tuple[int, ...]]:
         """Return the local component at the start, and the shape of the whole. **Collective**."""
         value = initial.whole(self._name)
-        return call.broadcast(value, self._checked_modes(value.dtype)), value.shape
+        return broadcast(call, value, self._checked_modes(value.dtype)), value.shape
 
     def _home(self, collectives: Collectives) -> Device:
         """Return where the storage is to lie."""

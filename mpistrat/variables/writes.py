@@ -10,6 +10,7 @@ import numpy as np
 
 from mpistrat.arrays import Array, Device, adopted, host_view, is_foreign, place
 from mpistrat.collectives.collectives import CollectiveCall
+from mpistrat.collectives.operations.broadcast import broadcast
 from mpistrat.comm.wire import is_floating, named_dtype, wire_dtype
 from mpistrat.options import ReduceOp, VariableAggregation, VariableSynchronization
 from mpistrat.pytorch import host_array, is_bfloat16, is_tensor
@@ -241,7 +242,7 @@ class DenseWrite:
     def merged(self, call: CollectiveCall, target: Target, value: Array) -> Array:
         """Return rank 0's value, or the sum or mean. **Collective**."""
         if target.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-            return call.broadcast(value)
+            return broadcast(call, value)
         (merged,) = call.all_reduce(ReduceOp[target.aggregation.name], [value])
         return merged
 

@@ -7,7 +7,7 @@ import pytest
 
 import mpistrat as ms
 from mpistrat.arrays import Device
-from mpistrat.collectives import prepared
+from mpistrat.collectives import reduction
 from mpistrat.comm import device_reducers, packing
 from mpistrat.comm.wire import wire_dtype
 from mpistrat.mpi.world import open_world
@@ -47,7 +47,7 @@ class JoinByNumPy:
 @pytest.fixture(autouse=True)
 def without_cupy(monkeypatch):
     monkeypatch.setattr(packing, "Join", JoinByNumPy)
-    monkeypatch.setattr(prepared, "describe_on_device", lambda arrays, device: None)
+    monkeypatch.setattr(reduction, "describe_on_device", lambda arrays, device: None)
 
 
 @pytest.fixture

@@ -92,7 +92,9 @@ else:
     check(np.concatenate([array[:3], found[:-4]]), places % 50 + 1)
 """,
     "broadcast": """
-check(collectives.broadcast(numbers(rank), size - 1), places % 50 + size)
+from mpistrat.collectives.operations.broadcast import broadcast
+with collectives.call("broadcast") as call:
+    check(broadcast(call, numbers(rank), root=size - 1), places % 50 + size)
 """,
 }
 WAYS = {

@@ -7,6 +7,7 @@ import pytest
 
 import mpistrat as ms
 from mpistrat.arrays import pieces
+from mpistrat.collectives.operations.broadcast import broadcast
 from mpistrat.comm import mpi_transport
 from tests import devices
 from tests.devices import assert_allclose, assert_array_equal, placed, shares_memory
@@ -354,7 +355,7 @@ def test_initial_values_travel_in_pieces(strategy, rank, size, dtype, monkeypatc
     root = size - 1
     array = (np.arange(35).reshape(5, 7) % 2 + (rank == root)).astype(dtype)
     with strategy.extended._collectives.call("test") as call:
-        result = call.broadcast(array, root=root)
+        result = broadcast(call, array, root=root)
     expected = (np.arange(35).reshape(5, 7) % 2 + 1).astype(dtype)
     assert_array_equal(result, expected)
     assert result.dtype == np.dtype(dtype).newbyteorder("=")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpistrat import sharding
+from mpistrat.collectives.operations.all_gather import AllGather
 from mpistrat.data.chunks import ChunkLayout
 from mpistrat.data.fingerprint import check_same
 from mpistrat.data.order import Block, function_name
@@ -211,7 +212,7 @@ def evaluate_filter(
     with collectives.all_or_none(kind):
         own = source.evaluate(collectives.size, collectives.rank)
     with collectives.call(kind) as call:
-        (mask,) = call.all_gather([own.astype(np.uint8)], 0)
+        (mask,) = AllGather(0).forward(call, [own.astype(np.uint8)])
     source.take_mask(np.asarray(mask).astype(np.bool_))
     notes = collectives.gather_json(source.notes, kind)
     if collectives.rank == 0:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpistrat import nests, sharding
+from mpistrat.collectives.operations.all_gather import AllGather
 from mpistrat.data.chunks import ChunkLayout
 from mpistrat.data.fingerprint import check_same
 from mpistrat.data.order import Block
@@ -355,5 +356,5 @@ def count_rows(source: Rows, policy: AutoShardPolicy, collectives: Collectives, 
     with collectives.all_or_none(kind):
         own = source.evaluate(collectives.size, collectives.rank)
     with collectives.call(kind) as call:
-        (lengths,) = call.all_gather([own], 0)
+        (lengths,) = AllGather(0).forward(call, [own])
     source.take_lengths(np.asarray(lengths))

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpistrat import nests
-from mpistrat.collectives.collectives import CollectiveCall, Collectives
-from mpistrat.collectives.ordered import OrderedCollectives
+from mpistrat.collectives.collectives import CollectiveCall, Collectives, OrderedCollectives
 from mpistrat.errors import CollectiveError
 from mpistrat.failures.losses import leave_lost
 from mpistrat.options import CommunicationOptions, ValueContext

@@ -12,14 +12,14 @@ def all_reduce(strategy, value, op="sum"):
 
 @pytest.mark.fast
 def test_equal_calls_share_one_reduction(strategy):
-    prepared = strategy.extended._collectives.prepared
+    reductions = strategy.extended._collectives.reductions
     for _ in range(3):
         all_reduce(strategy, [np.ones(3), np.ones(4)])
-    assert len(prepared) == 1
+    assert len(reductions) == 1
     all_reduce(strategy, [np.ones(4), np.ones(3)])
     all_reduce(strategy, [np.ones(3), np.ones(4)], "mean")
     all_reduce(strategy, {"a": np.ones(3), "b": np.ones(4)})
-    assert len(prepared) == 4
+    assert len(reductions) == 4
 
 
 @pytest.mark.parametrize("op", ["sum", "max"])

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.collectives import repeated
+from mpistrat.collectives import fast_reduction
 from mpistrat.testing import launch
 from tests.devices import assert_array_equal
 from tests.helpers import result_of
@@ -47,7 +47,7 @@ def test_an_interruption_before_the_call_is_that_error_and_leaves_it_usable(
         raise KeyboardInterrupt("now")
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt, match="now"):
-        patch.setattr(repeated._logger, "isEnabledFor", interrupted)
+        patch.setattr(fast_reduction._logger, "isEnabledFor", interrupted)
         all_reduce(strategy, array)
     assert_array_equal(all_reduce(strategy, array), np.full(5, size))
 

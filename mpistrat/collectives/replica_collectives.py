@@ -11,32 +11,25 @@ import numpy as np
 
 from mpistrat import nests
 from mpistrat.arrays import Array, Device, is_on_host, place
-from mpistrat.collectives.all_reduce import all_reduce
-from mpistrat.collectives.autograd import (
-    MakeCall,
-    all_gather_tensors,
-    apply_to_tensors,
-    backward_calls,
-    has_tensors,
-)
+from mpistrat.collectives.autograd import apply_to_tensors, has_tensors
 from mpistrat.collectives.collectives import CollectiveCall, Collectives
-from mpistrat.collectives.movement import (
-    AllToAll,
-    Broadcast,
-    Move,
-    Scatter,
-    Shift,
-)
-from mpistrat.collectives.nested import (
+from mpistrat.collectives.nest_reductions import (
     PendingReduction,
-    all_gather_nest,
     leaf_arrays,
     like_leaf,
     start_all_reduce_nest,
 )
 from mpistrat.collectives.objects import as_text, from_text
-from mpistrat.collectives.partial_reductions import ReduceScatter, Scan
-from mpistrat.collectives.prepared import dtype_name
+from mpistrat.collectives.operations import Operation
+from mpistrat.collectives.operations.all_gather import AllGather
+from mpistrat.collectives.operations.all_reduce import all_reduce
+from mpistrat.collectives.operations.all_to_all import AllToAll
+from mpistrat.collectives.operations.broadcast import Broadcast, FromRoot
+from mpistrat.collectives.operations.reduce_scatter import ReduceScatter
+from mpistrat.collectives.operations.scan import Scan
+from mpistrat.collectives.operations.scatter import Scatter
+from mpistrat.collectives.operations.shift import Shift
+from mpistrat.collectives.reduction import dtype_name
 from mpistrat.comm.wire import named_dtype
 from mpistrat.options import CommunicationOptions, ReduceOp, ReduceOpLike
 from mpistrat.pytorch import is_loaded, is_tensor, needs_graph, tensor_of_zeros
@@ -214,13 +207,9 @@ class GroupCollectives(ABC):
         NotImplementedError
             For `IndexedSlices`.
         """
-        collectives = self._group()
-        with collectives.call("all_gather", options=options) as call:
-            nest = localize(value)
-            if has_tensors(nest):
-                backwards = backward_calls(call, collectives, options)
-                return all_gather_tensors(call, backwards, nest, axis)
-            return all_gather_nest(call, nest, axis)
+        return self._apply(
+            "all_gather", value, options, lambda _: AllGather.parse("all_gather", axis)
+        )
 
     def reduce_scatter(
         self,
@@ -250,7 +239,7 @@ class GroupCollectives(ABC):
         CollectiveError
             If the replicas disagree.
         """
-        return self._move(
+        return self._apply(
             "reduce_scatter", value, options, lambda _: ReduceScatter.parse(reduce_op, axis)
         )
 
@@ -284,7 +273,7 @@ class GroupCollectives(ABC):
         CollectiveError
             If the replicas disagree.
         """
-        return self._move(
+        return self._apply(
             "all_to_all", value, options, lambda _: AllToAll.parse(split_axis, concat_axis)
         )
 
@@ -310,7 +299,7 @@ class GroupCollectives(ABC):
         CollectiveError
             If the replicas disagree.
         """
-        return self._move("broadcast", value, options, lambda size: Broadcast.parse(root, size))
+        return self._apply("broadcast", value, options, lambda size: Broadcast.parse(root, size))
 
     def scatter(
         self, value: Any, root: int = 0, options: CommunicationOptions | None = None
@@ -331,7 +320,7 @@ class GroupCollectives(ABC):
         TypeError, ValueError, CollectiveError
             As `broadcast`; and if a value is 0-d.
         """
-        return self._move("scatter", value, options, lambda size: Scatter.parse(root, size))
+        return self._apply("scatter", value, options, lambda size: Scatter.parse(root, size))
 
     def shift(
         self,
@@ -363,7 +352,7 @@ class GroupCollectives(ABC):
         CollectiveError
             If the replicas disagree.
         """
-        return self._move("shift", value, options, lambda _: Shift.parse(offset, periodic, fill))
+        return self._apply("shift", value, options, lambda _: Shift.parse(offset, periodic, fill))
 
     def scan(
         self,
@@ -393,35 +382,40 @@ class GroupCollectives(ABC):
         CollectiveError
             If the replicas disagree.
         """
-        return self._move("scan", value, options, lambda _: Scan.parse(reduce_op, exclusive))
+        return self._apply("scan", value, options, lambda _: Scan.parse(reduce_op, exclusive))
 
-    def _move(
+    def _apply(
         self,
         kind: str,
         value: T,
         options: CommunicationOptions | None,
-        make: Callable[[int], Move],
+        make: Callable[[int], Operation],
     ) -> T:
-        """Do what `make` returns for the number of replicas."""
+        """Apply the operation that `make` returns for the number of replicas."""
         collectives = self._group()
         with collectives.call(kind, options=options) as call:
-            move, nest = make(collectives.size), localize(value)
-            if isinstance(move, Broadcast | Scatter):
-                nest = _as_root(call, nest, move, collectives.device)
-            moved: T
+            operation, nest = make(collectives.size), localize(value)
+            if isinstance(operation, FromRoot):
+                nest = _as_root(call, nest, operation, collectives.device)
+            result: T
             if has_tensors(nest):
-                backwards = backward_calls(call, collectives, options)
-                moved = _move_tensors(call, move, nest, backwards)
+                result = _apply_to_tensors(call, operation, nest, collectives, options)
             else:
-                moved = _move_nest(call, move, nest)
-            return moved
+                result = apply_to_nest(call, operation, nest)
+            return result
 
 
-def _move_tensors(call: CollectiveCall, move: Move, nest: Any, make_call: MakeCall) -> Any:
-    """Apply `move` to a nest with tensors. **Collective**, and so is the backward pass."""
+def _apply_to_tensors(
+    call: CollectiveCall,
+    operation: Operation,
+    nest: Any,
+    collectives: Collectives,
+    options: CommunicationOptions | None,
+) -> Any:
+    """Do `apply_to_nest` on a nest with tensors. **Collective**, and so is the backward pass."""
     leaves, _ = nests.flatten(nest)
     tensors = {i: leaf for i, leaf in enumerate(leaves) if is_tensor(leaf)}
-    if not move.has_gradient and any(map(needs_graph, tensors.values())):
+    if not operation.has_gradient and any(map(needs_graph, tensors.values())):
         raise NotImplementedError(
             f"{call.kind} has gradients for reductions that add up only. Give tensor.detach(), or "
             "reduce by SUM."
@@ -429,48 +423,50 @@ def _move_tensors(call: CollectiveCall, move: Move, nest: Any, make_call: MakeCa
     floating = [i for i, leaf in tensors.items() if leaf.is_floating_point() or leaf.is_complex()]
     return apply_to_tensors(
         call,
-        make_call,
+        collectives,
+        options,
         nest,
-        lambda arrays: _move_nest(call, move, arrays),
-        lambda again, values, results, gradients: move.backward(again, floating, gradients),
+        lambda arrays: apply_to_nest(call, operation, arrays),
+        lambda again, values, results, gradients: operation.backward(again, floating, gradients),
     )
 
 
-def _move_nest(call: CollectiveCall, move: Move, nest: Any) -> Any:
-    """Apply `move` to a nest without tensors. **Collective**."""
+def apply_to_nest(call: CollectiveCall, operation: Operation, nest: Any) -> Any:
+    """Apply `operation` to each leaf of a nest without tensors. **Collective**."""
     leaves, structure = nests.flatten(nest)
-    arrays = _dense_arrays(call, leaves, structure)
-    results = move.forward(call, arrays, nests.signature(structure))
+    arrays = _dense_arrays(call, leaves, structure, operation)
+    results = operation.forward(call, arrays, nests.signature(structure))
     return nests.unflatten(
         structure, [like_leaf(*pair) for pair in zip(leaves, results, strict=True)]
     )
 
 
 def _dense_arrays(
-    call: CollectiveCall, leaves: Sequence[Any], structure: nests.Structure
+    call: CollectiveCall, leaves: Sequence[Any], structure: nests.Structure, operation: Operation
 ) -> list[Array]:
     """Return the leaves of a nest as arrays."""
     if any(isinstance(leaf, IndexedSlices) for leaf in leaves):
+        does, do = operation.verbs
         raise NotImplementedError(
-            f"{call.kind} moves dense arrays, but the value is IndexedSlices. Move its values and "
+            f"{call.kind} {does} dense arrays, but the value is IndexedSlices. {do} its values and "
             "its indices, or add it into a dense array first."
         )
     return leaf_arrays(call, leaves, structure)
 
 
-def _as_root(call: CollectiveCall, nest: Any, move: Broadcast | Scatter, device: Device) -> Any:
+def _as_root(call: CollectiveCall, nest: Any, operation: FromRoot, device: Device) -> Any:
     """Return `nest`, or zeros like that of the root where it is ``None``. **Collective**."""
-    is_root = call.channel.rank == move.root
+    is_root = call.channel.rank == operation.root
     if nest is None and is_root:
         raise TypeError(
             f"{call.kind}: the value is None on the root, {call.channel.place()}. Give what "
             "the others shall get."
         )
-    own = None if nest is None else _describe(call, nest, move)
+    own = None if nest is None else _describe(call, nest, operation)
     skeleton = _skeleton(call.kind, nest) if is_root else None
-    call.agree(f"from rank {move.root}")
+    call.agree(f"from rank {operation.root}")
     with call.moving():
-        (given, text) = call.channel.exchange((own, skeleton))[move.root]
+        (given, text) = call.channel.exchange((own, skeleton))[operation.root]
     # Tuples, which can be hashed, in place of JSON's lists.
     compared = own if own is not None else given
     call.agree(compared["structure"], tuple((d, tuple(s)) for _, d, s, _ in compared["leaves"]))
@@ -480,11 +476,11 @@ def _as_root(call: CollectiveCall, nest: Any, move: Broadcast | Scatter, device:
     return nests.map_nest(lambda number: stand_ins[number], from_text(text))
 
 
-def _describe(call: CollectiveCall, nest: Any, move: Broadcast | Scatter) -> dict[str, Any]:
+def _describe(call: CollectiveCall, nest: Any, operation: FromRoot) -> dict[str, Any]:
     """Return the structure of a nest, and of each leaf its form, dtype and shape, as JSON."""
     leaves, structure = nests.flatten(nest)
-    arrays = _dense_arrays(call, leaves, structure)
-    move.check(call, arrays)
+    arrays = _dense_arrays(call, leaves, structure, operation)
+    operation.check(call, arrays)
     described = []
     for leaf, array in zip(leaves, arrays, strict=True):
         form, is_in_graph = "host" if is_on_host(array) else "device", False

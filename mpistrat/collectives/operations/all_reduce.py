@@ -1,7 +1,8 @@
-"""All-reduce as replicas call it: the short way of repeated calls, tensors, and ``out=``."""
+"""All-reduce of replicas: repeated calls, tensors and their gradients, and ``out=``."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,15 +13,17 @@ from mpistrat.agreement.replica_channel import ReplicaChannel
 from mpistrat.arrays import (
     Array,
     address_of,
+    are_apart,
     host_view,
+    in_memory_of,
     is_array,
     is_on_host,
+    is_plain,
     namespace_of,
 )
-from mpistrat.collectives.aliasing import are_apart, in_memory_of, is_plain
-from mpistrat.collectives.autograd import all_reduce_tensors, backward_calls, has_tensors
+from mpistrat.collectives.autograd import Arrays, apply_to_tensors, has_tensors
 from mpistrat.collectives.collectives import CollectiveCall, Collectives
-from mpistrat.collectives.nested import all_reduce_nest, leaf_arrays
+from mpistrat.collectives.nest_reductions import all_reduce_nest, leaf_arrays
 from mpistrat.comm.wire import result_dtype
 from mpistrat.options import CommunicationOptions, ReduceOp, ReduceOpLike
 from mpistrat.pytorch import is_loaded, is_tensor
@@ -45,7 +48,7 @@ def all_reduce(
     is_one = options is None and (is_number or type(value) is _ndarray)
     if is_one and type(reduce_op) in _OPS:
         array = np.asarray(value) if is_number else value
-        known = collectives.repeated(reduce_op, array)
+        known = collectives.fast_path(reduce_op, array)
         source = array if known is None or out is None else _source_for(array, out)
         if known is not None and source is not None:
             result = known.all_reduce(source, out)
@@ -56,15 +59,31 @@ def all_reduce(
         if type(value) not in _NO_NESTS and is_loaded() and has_tensors(localize(value)):
             if out is not None:
                 raise TypeError(f"{call.kind}: out is not for tensors. Leave out= away.")
-            backwards = backward_calls(call, collectives, options)
-            return all_reduce_tensors(call, backwards, op, localize(value))
+            return _all_reduce_tensors(call, collectives, options, op, localize(value))
         if out is None:
             result = all_reduce_nest(call, op, value)
         else:
             result = _all_reduce_into(call, op, value, out)
     if is_one:
-        collectives.repeat(call, reduce_op, np.asarray(value))
+        collectives.keep_fast_path(call, reduce_op, np.asarray(value))
     return result
+
+
+def _all_reduce_tensors(
+    call: CollectiveCall,
+    collectives: Collectives,
+    options: CommunicationOptions | None,
+    op: ReduceOp,
+    nest: Any,
+) -> Any:
+    """Do `all_reduce_nest` on a nest with tensors. **Collective**, and so is the backward pass."""
+
+    def back(again: CollectiveCall, values: Arrays, results: Arrays, gradients: Arrays) -> Arrays:
+        return pull_back_all_reduce(again, op, values, results, gradients)
+
+    move = functools.partial(all_reduce_nest, call, op)
+    needs_values = op not in (ReduceOp.SUM, ReduceOp.MEAN)
+    return apply_to_tensors(call, collectives, options, nest, move, back, needs_values)
 
 
 def _all_reduce_into(call: CollectiveCall, op: ReduceOp, nest: Any, out: Any) -> Any:
@@ -141,3 +160,69 @@ def _source_for(array: np.ndarray, target: object) -> np.ndarray | None:
     if not distance:
         return target
     return array if distance >= array.nbytes else None
+
+
+def pull_back_all_reduce(
+    call: CollectiveCall,
+    op: ReduceOp,
+    values: Sequence[Array],
+    results: Sequence[Array],
+    gradients: Sequence[Array],
+    structure: str = "",
+) -> list[Array]:
+    """Return the gradients with respect to `values` from those to `results`. **Collective**."""
+    for value, result, gradient in zip(values, results, gradients, strict=True):
+        if not np.shape(value) == np.shape(result) == np.shape(gradient):
+            raise ValueError(
+                f"{call.kind}: the value, the result and its gradient must have one shape, but "
+                f"have {np.shape(value)}, {np.shape(result)} and {np.shape(gradient)}."
+            )
+    # What travels is a SUM for most of them, so the forward reduction is compared too.
+    details = (op.name, structure)
+    if op in (ReduceOp.SUM, ReduceOp.MEAN):
+        return call.all_reduce(op, gradients, details)
+    if op is ReduceOp.PROD:
+        return _pull_back_product(call, values, gradients, details)
+    return _pull_back_extreme(call, values, results, gradients, details)
+
+
+def _pull_back_extreme(
+    call: CollectiveCall,
+    values: Sequence[Array],
+    results: Sequence[Array],
+    gradients: Sequence[Array],
+    details: object,
+) -> list[Array]:
+    """Give the gradient to the extremal element; replicas that tie share it."""
+    # NaN is extremal wherever there is one, and equals no other.
+    chosen = [
+        ((value == result) | ((value != value) & (result != result))).astype(gradient.dtype)
+        for value, result, gradient in zip(values, results, gradients, strict=True)
+    ]
+    reduced = call.all_reduce(ReduceOp.SUM, [*gradients, *chosen], details)
+    totals, counts = reduced[: len(chosen)], reduced[len(chosen) :]
+    return [mine * total / count for mine, total, count in zip(chosen, totals, counts, strict=True)]
+
+
+def _pull_back_product(
+    call: CollectiveCall, values: Sequence[Array], gradients: Sequence[Array], details: object
+) -> list[Array]:
+    """Multiply the gradient by the product of the other replicas' values."""
+    # Dividing the product by a value would fail at zeros, so these are counted apart: one zero
+    # leaves a gradient to its own replica alone, two leave none.
+    xps = [namespace_of(value) for value in values]
+    is_zero = [value == 0 for value in values]
+    replaced = [
+        xp.where(zero, xp.ones_like(value), value)
+        for xp, zero, value in zip(xps, is_zero, values, strict=True)
+    ]
+    products = call.all_reduce(ReduceOp.PROD, replaced, details)
+    zeros = [zero.astype(gradient.dtype) for zero, gradient in zip(is_zero, gradients, strict=True)]
+    reduced = call.all_reduce(ReduceOp.SUM, [*gradients, *zeros])
+    totals, num_zeros = reduced[: len(zeros)], reduced[len(zeros) :]
+    return [
+        total * xp.conj(product / value) * (count == mine)
+        for xp, total, product, value, count, mine in zip(
+            xps, totals, products, replaced, num_zeros, zeros, strict=True
+        )
+    ]

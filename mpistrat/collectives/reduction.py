@@ -6,9 +6,12 @@ in its persistent collectives (MPI 4.1, section 6.13).
 
 from __future__ import annotations
 
+import enum
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 
@@ -36,12 +39,32 @@ from mpistrat.options import CommunicationOptions, ReduceOp
 
 _logger = logging.getLogger("mpistrat")
 
-_BY_PYTHON, _READY, _IN_ROUND, _IN_BLOCKS, _IN_SLICES, _GATHERED = range(6)
-"""How numbers travel, as ``native/repeated.c`` takes it."""
-_NOTHING, _NO_ROUND = (0,) * 11, (0,) * 4
-_NO_BLOCKS = (0, 0)
 
-_Move = Callable[..., object]
+class Route(enum.IntEnum):
+    """How the numbers of a repeated reduction travel; as in ``native/fast_reduction.c``."""
+
+    BY_PYTHON = 0
+    """By `Reduction.begin` and `Reduction.end`."""
+    BY_MPI = 1
+    """By one call of MPI, from array to array."""
+    IN_ROUND = 2
+    """In shared memory, all of them with the agreement."""
+    IN_BLOCKS = 3
+    """In shared memory, block by block."""
+    IN_SLICES = 4
+    """In the shared memory of each node, in one block whose slices MPI reduces over nodes."""
+    GATHERED = 5
+    """By MPI, all of them with the agreement."""
+
+
+class FastPath(NamedTuple):
+    """How compiled code reduces one array."""
+
+    route: Route = Route.BY_PYTHON
+    move: Callable[..., object] | None = None
+    """What it calls to move numbers by MPI."""
+    numbers: Mapping[str, int] = MappingProxyType({})
+    """Addresses and sizes, by the names of ``native/fast_reduction.c``."""
 
 
 class _Exchange:
@@ -63,7 +86,7 @@ Begun = _Exchange | Packing
 """A reduction that waits for the other ranks."""
 
 
-class PreparedReduction:
+class Reduction:
     """A reduction of arrays of given dtypes and shapes, whose arguments have been checked."""
 
     # Its methods are collective. Each takes the call that it happens in, and arrays of these dtypes
@@ -181,32 +204,31 @@ class PreparedReduction:
             raise
         return self.end(call, begun)
 
-    def all_reduce_in_place(self, call: Call, arrays: Sequence[np.ndarray]) -> None:
-        """Overwrite each array with its reduction over ranks."""
-        self.all_reduce(call, arrays, arrays)
-
-    def compiled_way(self) -> tuple[tuple[int, ...], _Move | None]:
-        """Return how ``native/repeated.c`` moves one array, and the function that it calls."""
+    def fast_path(self) -> FastPath:
+        """Return how compiled code reduces one array."""
         plan, transport = self.plan, self._transport
         if not plan.is_single or not plan.is_unchanged or not plan.packs[0].num_bytes:
-            return (_BY_PYTHON, *_NOTHING), None
+            return FastPath()
         pack, node, meeting = plan.packs[0], transport.node, transport.piggyback
         move = self._direct.ready(self.op, pack.dtype) if self._is_direct else None
         if self._piggyback is not None and not self._piggyback.is_shared:
             function = compiled_function(self.op, pack.dtype)
             assert function is not None
             number, itemsize = function
-            how = number, transport.size if self.op is ReduceOp.MEAN else 1, itemsize
-            return (_GATHERED, *self._piggyback.way, 0, *how, *_NO_BLOCKS, transport.size), move
+            divisor = transport.size if self.op is ReduceOp.MEAN else 1
+            how = {"function": number, "divisor": divisor, "itemsize": itemsize}
+            return FastPath(
+                Route.GATHERED, move, {**self._piggyback.way, **how, "owners": transport.size}
+            )
         if self._is_direct:
-            return (_READY, *_NOTHING), move
-        way = () if node is None else node.way(self.op, pack.dtype, pack.num_bytes)
+            return FastPath(Route.BY_MPI, move)
+        way = {} if node is None else node.way(self.op, pack.dtype, pack.num_bytes)
         if node is None or not way or (self._piggyback is None and self._node is None):
-            return (_BY_PYTHON, *_NOTHING), None
+            return FastPath()
         if meeting is None or not meeting.is_shared:
-            return (_IN_SLICES, *_NO_ROUND, *way), node.ready(self.op, pack.dtype)
-        travel = _IN_BLOCKS if self._piggyback is None else _IN_ROUND
-        return (travel, *meeting.way, *way), None
+            return FastPath(Route.IN_SLICES, node.ready(self.op, pack.dtype), way)
+        route = Route.IN_BLOCKS if self._piggyback is None else Route.IN_ROUND
+        return FastPath(route, None, {**meeting.way, **way})
 
     def check_wait(self) -> None:
         """Raise where a wait for data has ended because ranks leave."""

@@ -1,4 +1,4 @@
-"""Reductions of which each rank gets another part: reduce-scatter and scan."""
+"""Scan: the reduction over the ranks up to each one."""
 
 from __future__ import annotations
 
@@ -8,65 +8,22 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.arguments import as_bool, as_integer
+from mpistrat.arguments import as_bool
 from mpistrat.arrays import Array, host_view
 from mpistrat.collectives.collectives import CollectiveCall
-from mpistrat.collectives.movement import Move, axis_of, described
+from mpistrat.collectives.operations import Operation, described
 from mpistrat.comm.ops import combined_pair, finish
 from mpistrat.comm.packing import placed_like
 from mpistrat.comm.wire import cast, identity, result_dtype, wire_dtype
 from mpistrat.options import ReduceOp, ReduceOpLike
-from mpistrat.sharding import cut, part_lengths
+from mpistrat.sharding import cut
 
 _PIECE_BYTES = 2**20
 """A scan passes long arrays on in pieces, so that all ranks work at a time."""
 
 
 @dataclass
-class ReduceScatter(Move):
-    """`ReplicaContext.reduce_scatter`."""
-
-    op: ReduceOp
-    axis: int
-
-    @classmethod
-    def parse(cls, op: ReduceOpLike, axis: Any) -> ReduceScatter:
-        """Return it for arguments as users give them."""
-        return cls(ReduceOp.parse(op), as_integer("reduce_scatter: axis", axis))
-
-    @property
-    def has_gradient(self) -> bool:
-        """Whether the reduction adds up."""
-        return self.op in (ReduceOp.SUM, ReduceOp.MEAN)
-
-    def forward(
-        self, call: CollectiveCall, arrays: Sequence[Array], structure: object
-    ) -> list[Array]:
-        """Reduce as all_reduce does, and keep the own part. **Collective**."""
-        axes = [axis_of(call, "axis", self.axis, array) for array in arrays]
-        reduced = call.all_reduce(self.op, arrays, (structure, f"axis {self.axis}"))
-        results = []
-        for total, axis in zip(reduced, axes, strict=True):
-            lengths = part_lengths(total.shape[axis], call.channel.size)
-            start = sum(lengths[: call.channel.rank])
-            part = slice(start, start + lengths[call.channel.rank])
-            results.append(total[(slice(None),) * axis + (part,)].copy())
-        return results
-
-    def backward(
-        self, call: CollectiveCall, leaves: Sequence[int], gradients: Sequence[np.ndarray]
-    ) -> list[np.ndarray]:
-        """Gather the gradients of the parts. **Collective**."""
-        gathered = []
-        for gradient in gradients:
-            (whole,) = call.all_gather([gradient], self.axis % gradient.ndim)
-            divisor = call.channel.size if self.op is ReduceOp.MEAN else 1
-            gathered.append(whole / whole.dtype.type(divisor))
-        return gathered
-
-
-@dataclass
-class Scan(Move):
+class Scan(Operation):
     """`ReplicaContext.scan`."""
 
     op: ReduceOp
@@ -88,7 +45,7 @@ class Scan(Move):
         return self.op is ReduceOp.SUM
 
     def forward(
-        self, call: CollectiveCall, arrays: Sequence[Array], structure: object
+        self, call: CollectiveCall, arrays: Sequence[Array], structure: object = ()
     ) -> list[Array]:
         """Fold what comes from the rank before, and pass it on. **Collective**."""
         dtypes = [np.dtype(array.dtype) for array in arrays]
