@@ -1,6 +1,6 @@
-"""The architecture, read from the imports: floors, circles, and doors to outside worlds.
+"""The architecture, read from the imports: layers, circles, and adapters to outside worlds.
 
-The floors stand in one place, the table of docs/architecture.md.
+The layers stand in one place, the table of docs/architecture.md.
 """
 
 import ast
@@ -11,9 +11,9 @@ import pytest
 from tools import house
 
 PACKAGE = house.PACKAGE
-FLOORS = house.floors()
+LAYERS = house.layers()
 
-# Each outside world has one door: packages that are imported, and names that are used.
+# Each outside world has one adapter: packages that are imported, and names that are used.
 PACKAGES = {
     "cupy": {"cuda_api.py"},
     "h5py": {"hdf5.py"},
@@ -36,7 +36,7 @@ MODULES = house.modules()
 GRAPH = house.import_graph(MODULES)
 
 
-def room(name):
+def top_level(name):
     """Return a module's row in the table: its folder, or its own name."""
     return name.split(".")[1] if "." in name else "__init__"
 
@@ -47,28 +47,28 @@ def nodes_of(path):
     return tuple(ast.walk(house.syntax_tree(path)))
 
 
-def test_the_table_has_every_room_once():
-    rooms = [each for floor in FLOORS for each in floor]
-    assert sorted(rooms) == sorted({room(name) for name in MODULES})
+def test_the_table_has_every_module_once():
+    modules = [each for layer in LAYERS for each in layer]
+    assert sorted(modules) == sorted({top_level(name) for name in MODULES})
 
 
 def test_imports_point_downward():
-    level = {each: number for number, floor in enumerate(FLOORS) for each in floor}
+    level = {each: number for number, layer in enumerate(LAYERS) for each in layer}
     upward = [
         f"{name}:{line} imports {target}"
         for name, path in MODULES.items()
         for target, line in house.imports_of(path, MODULES)
-        if room(target) != room(name) and level[room(target)] >= level[room(name)]
+        if (own := top_level(name)) != (other := top_level(target)) and level[other] >= level[own]
     ]
     assert not upward, "\n".join(upward)
 
 
-def test_a_floor_rests_on_the_one_below():
-    """A room stands as low as what it imports lets it."""
-    level = {each: number for number, floor in enumerate(FLOORS) for each in floor}
+def test_a_layer_rests_on_the_one_below():
+    """A module stands as low as what it imports lets it."""
+    level = {each: number for number, layer in enumerate(LAYERS) for each in layer}
     for name, targets in house.folder_graph(GRAPH).items():
-        below = [level[room(target)] for target in targets]
-        assert level[room(name)] == 1 + max(below, default=-1), name
+        below = [level[top_level(target)] for target in targets]
+        assert level[top_level(name)] == 1 + max(below, default=-1), name
 
 
 def exported_names(name):

@@ -95,18 +95,18 @@ def import_graph(paths: Mapping[str, Path]) -> Graph:
     }
 
 
-def room(name: str) -> str:
+def top_level(name: str) -> str:
     """Return the folder of a module, or the module itself where it lies in no folder."""
     return ".".join(name.split(".")[:2])
 
 
 def folder_graph(graph: Graph) -> Graph:
-    """Return the rooms that each room imports from, the package's __init__ aside."""
-    rooms: dict[str, set[str]] = {room(name): set() for name in graph if name != "mpistrat"}
+    """Return the modules that each module imports from, the package's __init__ aside."""
+    modules: dict[str, set[str]] = {top_level(name): set() for name in graph if name != "mpistrat"}
     for name, targets in graph.items():
         if name != "mpistrat":
-            rooms[room(name)] |= {room(each) for each in targets if each != "mpistrat"}
-    return {name: targets - {name} for name, targets in rooms.items()}
+            modules[top_level(name)] |= {top_level(each) for each in targets if each != "mpistrat"}
+    return {name: targets - {name} for name, targets in modules.items()}
 
 
 def circles(graph: Graph) -> list[list[str]]:
@@ -137,14 +137,14 @@ def circles(graph: Graph) -> list[list[str]]:
     return found
 
 
-def floors(page: Path = ROOT / "docs" / "architecture.md") -> list[list[str]]:
-    """Return the rooms of each floor, lowest first, from the table of the architecture page."""
+def layers(page: Path = ROOT / "docs" / "architecture.md") -> list[list[str]]:
+    """Return the modules of each layer, lowest first, from the table of the architecture page."""
     rows = []
     for line in page.read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if line.startswith("|") and cells[0].isdigit():
             rows.append((int(cells[0]), re.findall(r"`(\w+)`", cells[1])))
-    return [rooms for _, rooms in sorted(rows)]
+    return [modules for _, modules in sorted(rows)]
 
 
 def exported_names(paths: Mapping[str, Path]) -> int:

@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from tools.house import ROOT, floors
+from tools.house import ROOT, layers
 from tools.pictures import sharding
 from tools.pictures.catalog import PICTURES
 from tools.pictures.palette import THEMES, contrast, seen_by
@@ -88,8 +88,8 @@ def test_the_order_of_examples_is_that_of_the_package():
 
 
 def test_floors_shows_every_room():
-    words = words_of("floors")
-    assert all(room in words for rooms in floors() for room in rooms)
+    words = words_of("layers")
+    assert all(module in words for modules in layers() for module in modules)
 
 
 @pytest.mark.parametrize(

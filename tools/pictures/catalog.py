@@ -12,10 +12,10 @@ from tools.pictures import (
     checkpoint,
     collective,
     error,
-    floors,
     gallery,
     gpu,
     jobs,
+    layers,
     reading,
     restart,
     sharding,
@@ -72,7 +72,7 @@ class Picture:
 
 PICTURES = (
     Picture("architecture", architecture.draw),
-    Picture("floors", floors.draw),
+    Picture("layers", layers.draw),
     Picture("collective", collective.draw),
     Picture("sharding", sharding.draw, sharding.record),
     Picture("checkpoint", checkpoint.draw),
