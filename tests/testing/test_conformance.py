@@ -35,28 +35,35 @@ class TestReplicasOverSomeRanks(StrategyTests):
         return ms.MPIStrategy(ranks_per_replica=DIVISORS[len(DIVISORS) // 2])
 
 
-class TestSeveralReplicasOnEachRank(StrategyTests):
+class Closed(StrategyTests):
+    """With strategies that other tests would be warned of, if they stayed open."""
+
+    def teardown_method(self):
+        self.strategy.close()
+
+
+class TestSeveralReplicasOnEachRank(Closed):
     def make_strategy(self):
         return ms.MPIStrategy(num_replicas=2 * NUM_RANKS + 1)
 
 
-class TestSeveralReplicasOnOneDevice(StrategyTests):
+class TestSeveralReplicasOnOneDevice(Closed):
     def make_strategy(self):
         return ms.OneDeviceStrategy(num_replicas=3)
 
 
-class TestCentralStorage(StrategyTests):
+class TestCentralStorage(Closed):
     def make_strategy(self):
         return ms.CentralStorageStrategy()
 
 
-class TestShardedVariables(StrategyTests):
+class TestShardedVariables(Closed):
     def make_strategy(self):
         partitioner = ms.partitioners.FixedShardsPartitioner(NUM_RANKS)
         return ms.MPIStrategy(variable_partitioner=partitioner)
 
 
-class TestElasticJobs(StrategyTests):
+class TestElasticJobs(Closed):
     """Where nothing is lost, and where every third call is undone and repeated."""
 
     repeats = True
