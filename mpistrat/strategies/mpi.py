@@ -190,7 +190,10 @@ class MPIStrategy(Strategy):
     def _reopen(self, comm: MPI.Intracomm) -> None:
         """Have the ranks of `comm`: those that are left. **Collective**."""
         fresh: MPIStrategy = object.__new__(type(self))
-        fresh._arguments = self._arguments
+        # By the new rank on its node it would get another GPU, without its variables.
+        own, device = self.extended.device, self._arguments[0]
+        device = f"gpu:{own.index}" if own.kind == "gpu" else device
+        fresh._arguments = (device, *self._arguments[1:])
         fresh._connect(comm)
         extended: Any = self._extended
         extended._take_over(fresh._extended)
