@@ -93,8 +93,10 @@ else:
 """,
     "broadcast": """
 from mpistrat.collectives.operations.broadcast import broadcast
-with collectives.call("broadcast") as call:
-    check(broadcast(call, numbers(rank), root=size - 1), places % 50 + size)
+def whole():
+    with collectives.call("broadcast") as call:
+        return broadcast(call, numbers(rank), root=size - 1)
+check(whole(), places % 50 + size)
 """,
 }
 WAYS = {
