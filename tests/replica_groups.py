@@ -3,7 +3,7 @@
 import mpistrat as ms
 from mpistrat.testing.launch import rank_and_size
 
-_, NUM_RANKS = rank_and_size() or (0, 1)
+RANK, NUM_RANKS = rank_and_size() or (0, 1)
 DIVISORS = [each for each in range(1, NUM_RANKS + 1) if NUM_RANKS % each == 0]
 """The possible numbers of ranks of a replica."""
 

@@ -15,7 +15,7 @@ import pytest
 
 import mpistrat as ms
 from tests import devices
-from tests.replica_groups import DIVISORS, NUM_RANKS
+from tests.replica_groups import DIVISORS, NUM_RANKS, RANK
 
 Aggregation = ms.VariableAggregation
 SHAPE = (5, 3)
@@ -37,7 +37,9 @@ ON_READ = {"synchronization": ms.VariableSynchronization.ON_READ}
 partitioner = ms.partitioners.FixedShardsPartitioner(NUM_RANKS)
 KINDS = {
     "mirrored": Kind(mpi()),
-    "of one replica": Kind(lambda: ms.OneDeviceStrategy(f"{devices.kind()}:0")),
+    "of one replica": Kind(
+        lambda: ms.OneDeviceStrategy(f"{devices.kind()}:{devices.index(RANK)}")
+    ),
     "of several replicas": Kind(mpi(num_replicas=NUM_RANKS + 1)),
     "central": Kind(ms.CentralStorageStrategy),
     "sharded": Kind(mpi(variable_partitioner=partitioner)),
