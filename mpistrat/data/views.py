@@ -46,11 +46,11 @@ _ENDLESS_BLOCK = 2**12
 
 @dataclass(frozen=True)
 class Part:
-    """Elements of one data set, for some of the examples of a block."""
+    """Elements of one dataset, for some of the examples of a block."""
 
     child: int
     items: Block
-    """As the order of that data set has them."""
+    """As the order of that dataset has them."""
     places: np.ndarray | None = None
     """Where they belong in the block; ``None`` for all of it."""
     run_length: int = 1
@@ -58,14 +58,14 @@ class Part:
 
 
 class View:
-    """A source that stands on the data sets `children`; base class."""
+    """A source that stands on the datasets `children`; base class."""
 
     is_stream = False
     is_in_order = True
     is_fixed = False
     """Whether it is found once for all passes what an example is."""
     needs_one_spec = False
-    """Whether the elements of all data sets must have one spec."""
+    """Whether the elements of all datasets must have one spec."""
     is_steady: bool
     name: str
     """The method of `Dataset` that makes it."""
@@ -81,14 +81,24 @@ class View:
     def __repr__(self) -> str:
         return f"{self.name}({', '.join(child.calls for child in self.children)})"
 
+    def _settle_order(self, child: Pipeline) -> None:
+        """Settle what shuffles of `child` change: the order of elements, not their numbers."""
+        is_shuffled = any(isinstance(each, Shuffle) for each in child.transformations)
+        is_repeated = any(each.num_repetitions != 1 for each in child.transformations)
+        if permutes_rows(child):
+            self.is_steady = child.source.is_steady
+        else:  # such as elements of batches that were taken apart
+            self.is_steady = child.is_steady and not (is_shuffled or is_repeated)
+        self.is_in_order = child.source.is_in_order and not is_shuffled
+
     @property
     def kind(self) -> str:
-        """The method, and the kinds of the data sets."""
+        """The method, and the kinds of the datasets."""
         return f"{self.name}({', '.join(child.kind for child in self.children)})"
 
     @property
     def is_read(self) -> bool:
-        """Whether the files of all data sets have been looked at."""
+        """Whether the files of all datasets have been looked at."""
         return all(child.source.is_read for child in self.children)
 
     @property
@@ -98,12 +108,12 @@ class View:
 
     @property
     def order_entries(self) -> list[str]:
-        """What decides the order of each data set, and how they are put together."""
+        """What decides the order of each dataset, and how they are put together."""
         return [self.described, *self.child_entries]
 
     @property
     def child_entries(self) -> list[str]:
-        """What decides the order of each data set."""
+        """What decides the order of each dataset."""
         return [
             f"{entry} in data set {number} of {self.name}"
             for number, child in enumerate(self.children)
@@ -180,7 +190,7 @@ class View:
         return blocks_of_range(range(self.num_examples)[start:])
 
     def open(self, window_rows: int, stream: PassStream) -> Reader:
-        """Return a reader with a reader of each data set."""
+        """Return a reader with a reader of each dataset."""
         if self.needs_one_spec:
             _ = self.element_spec  # or raises
         return ViewReader(self, window_rows, stream)
@@ -203,7 +213,7 @@ class View:
         return columns[0] if places[0] is None else scattered(num_examples, places, columns)
 
     def streamed(self, elements: Sequence[Iterator[Any]]) -> Iterator[Any]:
-        """Yield the examples, made of those of the data sets, one after the other."""
+        """Yield the examples, made of those of the datasets, one after the other."""
         raise NotImplementedError
 
 
@@ -215,7 +225,7 @@ def count_from(start: int) -> Iterator[Block]:
 
 
 class Child:
-    """Reads elements of an unbatched data set by their positions, in any pass."""
+    """Reads elements of an unbatched dataset by their positions, in any pass."""
 
     def __init__(self, pipeline: Pipeline, window_rows: int, stream: PassStream) -> None:
         self._order = pipeline.order
@@ -267,7 +277,7 @@ def _expanded(part: Part) -> Block:
 
 
 class ViewReader:
-    """Reads the examples of a view from readers of the data sets below it."""
+    """Reads the examples of a view from readers of the datasets below it."""
 
     def __init__(self, view: View, window_rows: int, stream: PassStream) -> None:
         self.key = stream.key
@@ -295,7 +305,7 @@ class ViewReader:
 
     def read(self, block: Block) -> Any:
         """Return the examples `block`, as a nest of columns."""
-        if not len(block):  # a data set without elements, below this one, knows no columns
+        if not len(block):  # a dataset without elements, below this one, knows no columns
             return columns_of((), self._view.element_spec, 0)
         passes = list(self._passes(block))
         nests_of_passes = []
@@ -318,7 +328,7 @@ class ViewReader:
             yield (*self.key, *self._stream.repetitions(each)), numbers[places], places
 
     def close(self) -> None:
-        """Close the readers of all data sets."""
+        """Close the readers of all datasets."""
         clean_up(self._close)
 
     def _close(self) -> None:
@@ -400,6 +410,12 @@ def permutes_rows(pipeline: Pipeline) -> bool:
     return True
 
 
+def without_shuffles(pipeline: Pipeline) -> Pipeline:
+    """Return the dataset in the order of its numbers."""
+    others = [each for each in pipeline.transformations if not isinstance(each, Shuffle)]
+    return dataclasses.replace(pipeline, transformations=tuple(others))
+
+
 def unshuffled_rows(pipeline: Pipeline) -> range | None:
     """Return the rows of elements without the shuffles; ``None`` where these choose the rows."""
     length = pipeline.source.num_examples
@@ -440,7 +456,7 @@ class Stream(PlainSource):
 
     @property
     def order_entries(self) -> list[str]:
-        """What decides the order of each data set."""
+        """What decides the order of each dataset."""
         return self._view.child_entries
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
@@ -18,16 +17,15 @@ from mpistrat.data.fingerprint import check_same
 from mpistrat.data.order import Block, function_name
 from mpistrat.data.pipeline import Pipeline
 from mpistrat.data.random import PassKey
-from mpistrat.data.transformations.shuffle import Shuffle
 from mpistrat.data.views import (
     Child,
     Part,
     View,
     borders_between,
-    permutes_rows,
     position_borders,
     position_layout,
     unshuffled_rows,
+    without_shuffles,
 )
 from mpistrat.options import AutoShardPolicy
 
@@ -46,13 +44,7 @@ class Filtered(View):
     def __init__(self, child: Pipeline, fn: Callable[..., Any], fields: Any) -> None:
         super().__init__([child])
         self._fn, self._fields = fn, fields
-        is_shuffled = any(isinstance(each, Shuffle) for each in child.transformations)
-        is_repeated = any(each.num_repetitions != 1 for each in child.transformations)
-        if permutes_rows(child):
-            self.is_steady = child.source.is_steady
-        else:  # such as elements of batches that were taken apart
-            self.is_steady = child.is_steady and not (is_shuffled or is_repeated)
-        self.is_in_order = child.source.is_in_order and not is_shuffled
+        self._settle_order(child)
         self._mask: np.ndarray | None = None
 
     def __repr__(self) -> str:
@@ -60,7 +52,7 @@ class Filtered(View):
 
     @property
     def kind(self) -> str:
-        """The method, the function and the kind of the data set."""
+        """The method, the function and the kind of the dataset."""
         return f"{self.children[0].kind}.filter({function_name(self._fn)})"
 
     @property
@@ -134,7 +126,7 @@ class Filtered(View):
 
     @property
     def _unshuffled(self) -> Pipeline:
-        """The data set in the order of its numbers, if these have one meaning for all passes."""
+        """The dataset in the order of its numbers, if these have one meaning for all passes."""
         child = self.children[0]
         if not self.is_steady:
             raise ValueError(
@@ -142,8 +134,7 @@ class Filtered(View):
                 f"elements in each pass. Call {self.name} before sample, and before take, skip, "
                 "shard or zip of shuffled data."
             )
-        others = [each for each in child.transformations if not isinstance(each, Shuffle)]
-        return dataclasses.replace(child, transformations=tuple(others))
+        return without_shuffles(child)
 
     def _is_kept(self, element: Any, number: int) -> bool:
         result = self._fn(*element) if isinstance(element, tuple) else self._fn(element)

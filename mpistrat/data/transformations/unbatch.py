@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
@@ -23,16 +22,15 @@ from mpistrat.data.order import Block
 from mpistrat.data.pipeline import Pipeline
 from mpistrat.data.random import PassKey, PassStream
 from mpistrat.data.spec import ArraySpec
-from mpistrat.data.transformations.shuffle import Shuffle
 from mpistrat.data.views import (
     Child,
     Part,
     View,
-    permutes_rows,
     position_borders,
     position_layout,
     scattered,
     unshuffled_rows,
+    without_shuffles,
 )
 from mpistrat.errors import DataError
 from mpistrat.options import AutoShardPolicy
@@ -55,13 +53,7 @@ class Rows(View):
 
     def __init__(self, child: Pipeline) -> None:
         super().__init__([child])
-        is_shuffled = any(isinstance(each, Shuffle) for each in child.transformations)
-        is_repeated = any(each.num_repetitions != 1 for each in child.transformations)
-        if permutes_rows(child):
-            self.is_steady = child.source.is_steady
-        else:
-            self.is_steady = child.is_steady and not (is_shuffled or is_repeated)
-        self.is_in_order = child.source.is_in_order and not is_shuffled
+        self._settle_order(child)
         self._lengths: np.ndarray | None = None
 
     def __repr__(self) -> str:
@@ -173,8 +165,7 @@ class Rows(View):
                 "in each pass. Call unbatch before repeat and sample, and before take, skip, shard "
                 "or zip of shuffled data."
             )
-        others = [each for each in child.transformations if not isinstance(each, Shuffle)]
-        return dataclasses.replace(child, transformations=tuple(others))
+        return without_shuffles(child)
 
     @property
     def file_starts(self) -> np.ndarray:
