@@ -1,4 +1,4 @@
-"""Data sets: read in a fixed global order, divided among the ranks."""
+"""Datasets: read in a fixed global order, divided among the ranks."""
 
 from typing import TYPE_CHECKING, NoReturn
 

@@ -83,9 +83,9 @@ def _refuse_buffer_size(method: Callable[_P, _T]) -> Callable[_P, _T]:
 class Dataset(metaclass=HintedType):
     """Examples, or batches of them, in a fixed order.
 
-    Each transformation returns a new data set and leaves this one as it is. Nothing is read
+    Each transformation returns a new dataset and leaves this one as it is. Nothing is read
     before the first use. Iterating gives nests of NumPy arrays; each iteration is a pass, counted
-    from 0. The default strategy distributes nothing and hands out the data set itself, so it has
+    from 0. The default strategy distributes nothing and hands out the dataset itself, so it has
     a position to be saved, as a `DistributedDataset` has.
 
     Make one with `from_hdf5`, `from_arrays`, `from_source`, `from_generator` or `range`, or of
@@ -137,10 +137,10 @@ class Dataset(metaclass=HintedType):
         files : path, list of paths, or glob pattern
             The files of a pattern are sorted by name, a list keeps its order.
         fields : str, Field, or a tuple or dict of them, optional
-            Paths of the data sets to read, all of one length, or `Field`. An example has the same
+            Paths of the datasets to read, all of one length, or `Field`. An example has the same
             structure: an array, a tuple, or a dict with the given labels. A path with ``*``
             makes an example of each match, and one to compound rows a dict of their members.
-            ``None`` takes every top-level data set that can be read, as a dict, and names the
+            ``None`` takes every top-level dataset that can be read, as a dict, and names the
             others in a warning.
         swmr : bool
             Whether the files are being written, by a program that has set ``swmr_mode``. The
@@ -165,7 +165,7 @@ class Dataset(metaclass=HintedType):
         Raises
         ------
         TypeError
-            For data sets of h5py, and arrays of zarr, dask and xarray, which would be read whole
+            For datasets of h5py, and arrays of zarr, dask and xarray, which would be read whole
             on every rank: use `from_hdf5` or `from_source`.
         DataError
             If there is no array, one is 0-d or masked, or lengths differ.
@@ -276,7 +276,7 @@ class Dataset(metaclass=HintedType):
         Raises
         ------
         TypeError, ValueError
-            If it is no position, or one within a pass that this data set does not have.
+            If it is no position, or one within a pass that this dataset does not have.
         """
         self._position.load(state, position_layout(self._pipeline), self._pipeline.length)
 
@@ -441,10 +441,10 @@ class Dataset(metaclass=HintedType):
 
     @classmethod
     def zip(cls, datasets: Any) -> Self:
-        """Return nests of the elements of several data sets, as long as the shortest. Local.
+        """Return nests of the elements of several datasets, as long as the shortest. Local.
 
-        Each data set keeps its own reader. A shuffle afterwards shuffles all alike, and still
-        reads files by chunks: those of the data set with the largest elements.
+        Each dataset keeps its own reader. A shuffle afterwards shuffles all alike, and still
+        reads files by chunks: those of the dataset with the largest elements.
 
         Parameters
         ----------
@@ -454,9 +454,9 @@ class Dataset(metaclass=HintedType):
         Raises
         ------
         TypeError
-            If a leaf of the nest is no data set.
+            If a leaf of the nest is no dataset.
         ValueError
-            If there is none, or one is batched: batch the zipped data set.
+            If there is none, or one is batched: batch the zipped dataset.
 
         Examples
         --------
@@ -482,8 +482,8 @@ class Dataset(metaclass=HintedType):
     ) -> Self:
         """Return a mixture of data sets: each element is the next one of one of them. Local.
 
-        Which data set comes next is drawn from `seed` alone: it is the same in each pass. Let the
-        data sets shuffle their elements.
+        Which dataset comes next is drawn from `seed` alone: it is the same in each pass. Let the
+        datasets shuffle their elements.
 
         Parameters
         ----------
@@ -493,13 +493,13 @@ class Dataset(metaclass=HintedType):
             How often each is drawn from; ``None``: all alike.
         seed : int
         stop_on_empty : bool
-            Whether the mixture ends where a data set is drawn from that has no more elements.
+            Whether the mixture ends where a dataset is drawn from that has no more elements.
             Otherwise it is left out from then on, and the mixture ends with the last one.
 
         Raises
         ------
         TypeError, ValueError
-            If an argument has another form, or there is not one weight for each data set.
+            If an argument has another form, or there is not one weight for each dataset.
         DataError
             If specs differ; at the latest on first use.
 
@@ -538,7 +538,7 @@ class Dataset(metaclass=HintedType):
         Raises
         ------
         TypeError
-            If `other` is no data set.
+            If `other` is no dataset.
         ValueError
             If one of the two is batched.
         DataError
@@ -573,7 +573,7 @@ class Dataset(metaclass=HintedType):
         IndexError
             If a number is out of range, or a mask has another length; for files on first use.
         ValueError
-            If the length of the data set is not known, or endless.
+            If the length of the dataset is not known, or endless.
 
         Examples
         --------
@@ -591,9 +591,9 @@ class Dataset(metaclass=HintedType):
     def filter(self, fn: Callable[..., Any], fields: Any = None) -> Self:
         """Return the elements for which `fn` is true. Local.
 
-        Which ones these are is found once, on first use: where the data set is distributed, each
+        Which ones these are is found once, on first use: where the dataset is distributed, each
         rank evaluates a share, and all agree. (In `distribute_datasets_from_function`, and where
-        a program iterates over the data set itself, one rank evaluates it alone.) So `fn` sees
+        a program iterates over the dataset itself, one rank evaluates it alone.) So `fn` sees
         elements that `map` made before, but these may not be random. The number of elements is
         known afterwards, and a shuffle still reads files by chunks.
 
@@ -676,7 +676,7 @@ class Dataset(metaclass=HintedType):
     def enumerate(self, start: int = 0) -> Self:
         """Return pairs of a number and an element. Local.
 
-        Numbers are int64 and count the elements as this data set has them, shuffled or not. After
+        Numbers are int64 and count the elements as this dataset has them, shuffled or not. After
         `batch` they count global batches: then the number has no dimension, and all ranks get it.
 
         Parameters
@@ -900,11 +900,11 @@ class Dataset(metaclass=HintedType):
         Raises
         ------
         TypeError, ValueError
-            If `memory` is no size; if the data set is batched, because what a rank would keep
+            If `memory` is no size; if the dataset is batched, because what a rank would keep
             depended on the number of ranks: call ``cache`` before ``batch``; on first use, if the
-            data set has other elements in each pass, as after ``sample``.
+            dataset has other elements in each pass, as after ``sample``.
         MemoryError
-            If the elements need more: when the data set is distributed or iterated where sizes are
+            If the elements need more: when the dataset is distributed or iterated where sizes are
             known, else at the first element that does not fit, with the sum that is needed.
         DataError
             While iterating, if a leaf of an element is neither array, number nor text.
@@ -931,7 +931,7 @@ class Dataset(metaclass=HintedType):
 
         Such elements are, for example, those with a damaged image, which a function given to `map`
         cannot decode, and rows of a damaged chunk of a file. As with `filter`, it is found once
-        which these are, when the data set is first distributed: the ranks share the work, and
+        which these are, when the dataset is first distributed: the ranks share the work, and
         agree. So batches are full, positions and lengths are exact, and all of it is the same at
         any number of ranks. That takes a pass over the data, which a `cache` before it keeps:
         ``map(decode).cache().ignore_errors()`` decodes once.
@@ -951,7 +951,7 @@ class Dataset(metaclass=HintedType):
         TypeError
             If `log_warning` is no bool.
         ValueError
-            If the data set is batched: call it before ``batch``; or if its length is unknown, as of
+            If the dataset is batched: call it before ``batch``; or if its length is unknown, as of
             a generator.
 
         Examples

@@ -71,7 +71,7 @@ def distribute_from_function(
     collectives: Collectives,
     device: Device,
 ) -> DistributedDataset:
-    """Give each rank the data set that `dataset_fn` returns there. **Collective**."""
+    """Give each rank the dataset that `dataset_fn` returns there. **Collective**."""
     layout = collectives.layout
     size, rank = layout.num_replicas, layout.replica_id
     kind = "distribute_datasets_from_function"
@@ -235,7 +235,7 @@ def _next_together(collectives: Collectives) -> NextElement:
 
 
 def _check_same_in_replicas(of_ranks: list[Any], layout: Layout, kind: str) -> None:
-    """Refuse data sets that differ between the ranks of one replica."""
+    """Refuse datasets that differ between the ranks of one replica."""
     for rank, own in enumerate(of_ranks):
         first = rank - layout.shard_of(rank)
         if own != of_ranks[first]:

@@ -34,7 +34,7 @@ _NEXT_BATCH = "next batch"
 
 
 class DistributedDataset:
-    """The batches of a data set, of which each rank gets its part.
+    """The batches of a dataset, of which each rank gets its part.
 
     Made by `Strategy.experimental_distribute_dataset` and
     `Strategy.distribute_datasets_from_function`. Each element is a nest of `PerReplica`.
@@ -205,13 +205,13 @@ class DistributedDataset:
         Parameters
         ----------
         state : dict
-            From `state_dict`, of a data set with the same files, order and batch size. The
+            From `state_dict`, of a dataset with the same files, order and batch size. The
             number of ranks may be another where batches are global.
 
         Raises
         ------
         TypeError, ValueError
-            If it is no such dict, or a position within a pass that this data set does not have.
+            If it is no such dict, or a position within a pass that this dataset does not have.
         """
         self._position.load(state, self._rank_dataset.layout, self._rank_dataset.length)
 
@@ -235,7 +235,7 @@ def _numbering(pass_number: int, start: int) -> Callable[[Any], None]:
 
 
 class RankDataset(Protocol):
-    """One rank's part of a distributed data set."""
+    """One rank's part of a distributed dataset."""
 
     @property
     def element_spec(self) -> Any:
@@ -365,7 +365,7 @@ _END = object()
 
 
 class ReplicatedDataset(DistributedDataset):
-    """The data sets of the replicas of this rank, whose elements are joined."""
+    """The datasets of the replicas of this rank, whose elements are joined."""
 
     def __init__(
         self,

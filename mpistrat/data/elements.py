@@ -1,4 +1,4 @@
-"""Elements of a data set: examples read ahead and mapped, stacked to batches and these again."""
+"""Elements of a dataset: examples read ahead and mapped, stacked to batches and these again."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def look_ahead(
 
 
 class ElementMaker:
-    """Makes the elements of a data set from the items of its order.
+    """Makes the elements of a dataset from the items of its order.
 
     Parameters
     ----------

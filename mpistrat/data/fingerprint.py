@@ -1,4 +1,4 @@
-"""Fingerprint of a data set, which proves that all ranks distribute the same one."""
+"""Fingerprint of a dataset, which proves that all ranks distribute the same one."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ _MAX_SHOWN = 4
 def check_same(
     pipeline: Pipeline, policy: AutoShardPolicy, collectives: Collectives, kind: str
 ) -> None:
-    """Make sure that all ranks have the same data set. **Collective**."""
+    """Make sure that all ranks have the same dataset. **Collective**."""
     with collectives.all_or_none(kind):
         entries = _fingerprint(pipeline, policy)
         if collectives.size > 1:

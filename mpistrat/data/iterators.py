@@ -1,4 +1,4 @@
-"""Iterators over data sets, and their position, which checkpoints keep."""
+"""Iterators over datasets, and their position, which checkpoints keep."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Position:
         return {"pass": self._pass, "batch": self._num_handed_out, **layout}
 
     def load(self, state: dict[str, Any], layout: dict[str, Any], length: int) -> None:
-        """Resume at `state` in a data set with `layout` and passes of `length`."""
+        """Resume at `state` in a dataset with `layout` and passes of `length`."""
         # A negative length is not known.
         if not isinstance(state, dict):
             raise TypeError(f"The position of a data set is a dict, not {state!r}.")
@@ -132,7 +132,7 @@ def _amount_of(element: Any) -> dict[str, int]:
 
 
 class ElementIterator:
-    """One pass over a data set.
+    """One pass over a dataset.
 
     Of a distributed one, every rank must take the same number of elements. Taking one is
     **Local** if the lengths of all ranks' data are known, and **Collective** if they are

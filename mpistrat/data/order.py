@@ -281,7 +281,7 @@ class Source(Protocol):
 
 
 class PlainSource:
-    """A source that stands on no other data set: what most of these have in common."""
+    """A source that stands on no other dataset: what most of these have in common."""
 
     is_in_order = is_steady = True
     is_stream = is_of_files = False

@@ -1,4 +1,4 @@
-"""Pipeline of a data set: a source and its transformations, run when it is iterated."""
+"""Pipeline of a dataset: a source and its transformations, run when it is iterated."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class Pipeline:
         return [*self.source_entries, *numbered_steps(steps)]
 
     def only(self, fields: tuple[Any, ...]) -> Pipeline | None:
-        """Return the data set of tuples of some fields; ``None`` if that would read no less."""
+        """Return the dataset of tuples of some fields; ``None`` if that would read no less."""
         has_maps = any(isinstance(each, Map) for each in self.transformations)
         source = None if has_maps else self.source.only(fields)
         return None if source is None else Pipeline(source, self.transformations, self.branch)

@@ -33,7 +33,7 @@ class PassStream:
     branch: int = 0
     """The rank where each has other examples, 0 where all share one order."""
     first_map: int = 0
-    """How many maps of the data set are numbered before its own."""
+    """How many maps of the dataset are numbered before its own."""
     repeats: tuple[int | None, ...] = ()
     """How often its items are repeated, the innermost repetition first; ``None`` for endlessly."""
     is_fixed: bool = False
@@ -87,7 +87,7 @@ class MapScope:
 
     def run(self, fn: Callable[..., Any], element: Any) -> Any:
         """Return ``fn(element)``, with the items of a tuple as several arguments."""
-        # `fn` may iterate over another data set, whose maps have their own scope.
+        # `fn` may iterate over another dataset, whose maps have their own scope.
         outer, _current.scope = _current.scope, self
         try:
             return fn(*element) if isinstance(element, tuple) else fn(element)
@@ -116,7 +116,7 @@ def example_rng() -> np.random.Generator:
         It depends on the seed given to `Dataset.map`, the pass (and the repetition, after
         `repeat`), the number of the map, and the number of the example alone: not on the number
         of ranks, nor on threads, nor on whether the pass was resumed. The number of an example is
-        that in the data set that `map` was applied to. Shuffles leave it alone, and so do `take`,
+        that in the dataset that `map` was applied to. Shuffles leave it alone, and so do `take`,
         `skip` and `shard` after one.
 
     Raises

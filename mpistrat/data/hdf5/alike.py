@@ -29,7 +29,7 @@ from mpistrat.data.hdf5.locate import Kind, Located
 
 @dataclass(frozen=True)
 class _Dataset:
-    """What is the same in a data set of the first file and of one that is like it."""
+    """What is the same in a dataset of the first file and of one that is like it."""
 
     place: str
     links: tuple[bytes, ...]
@@ -43,7 +43,7 @@ class _Dataset:
 
     @classmethod
     def of(cls, file: Any, place: str) -> _Dataset | None:
-        """Return a data set of an open file; ``None`` if others cannot be compared with it."""
+        """Return a dataset of an open file; ``None`` if others cannot be compared with it."""
         dataset, names = file[place], parts_of(place)
         node = dataset.id
         kind = node.get_type()
@@ -56,7 +56,7 @@ class _Dataset:
         return cls(place, links, kind, node.shape[1:], properties.get_layout(), filters)
 
     def open(self, file: Any) -> Any:
-        """Return the data set of another open file, on the low level; ``None`` if it differs."""
+        """Return the dataset of another open file, on the low level; ``None`` if it differs."""
         h5py, links = hdf5.h5py(), file.id.links
         try:
             if any(links.get_info(link).type != h5py.h5l.TYPE_HARD for link in self.links):

@@ -291,7 +291,7 @@ def _naming(path: str) -> Iterator[None]:
 
 
 def _top_level_fields(file: Any, path: str) -> tuple[list[Field], nests.Structure]:
-    """Return the data sets at the top level that can be read, as fields of a dict."""
+    """Return the datasets at the top level that can be read, as fields of a dict."""
     names: list[str] = []
     left_out: list[str] = []
     reason = ""
@@ -355,7 +355,7 @@ def _known(
     listing = Listing.from_json(values)
     if tuple(own) == stamp or listing.is_of(file):
         return listing
-    # A copy whose data sets lie elsewhere is read by names.
+    # A copy whose datasets lie elsewhere is read by names.
     return dataclasses.replace(listing, offsets=np.full(len(listing.names), -1))
 
 

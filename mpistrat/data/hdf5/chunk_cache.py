@@ -31,7 +31,7 @@ _SMALL_FIELD_BYTES = 2**23
 """The same of each other field."""
 
 _ROW_CACHE_BYTES = 2**23
-"""So much of a data set stays in memory over its passes: the smallest fields, often all of them."""
+"""So much of a dataset stays in memory over its passes: the smallest fields, often all of them."""
 
 _SMALL_SHARE = 0.02
 """A cached field with at most this part of an example's bytes may be read in large blocks, of which

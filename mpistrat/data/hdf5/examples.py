@@ -144,7 +144,7 @@ class SingleReader:
         return values
 
     def _placed(self, file: int, offset: int, shape: np.ndarray) -> np.ndarray | None:
-        """Return a data set whose place in the file is known."""
+        """Return a dataset whose place in the file is known."""
         value = np.empty(tuple(shape.tolist()), self._single.dtype)
         if not value.nbytes:
             return None
@@ -155,7 +155,7 @@ class SingleReader:
         return value
 
     def _whole(self, root: Any, path: bytes, shape: np.ndarray) -> Any:
-        """Return a data set or an attribute of it, whose shape may not have changed."""
+        """Return a dataset or an attribute of it, whose shape may not have changed."""
         if self._single.field.attribute is not None:
             return self._attribute(root, path, tuple(shape.tolist()))
         found = self._h5d.open(root, path)
@@ -180,7 +180,7 @@ class SingleReader:
         return found
 
     def _rows(self, file: int, rows: np.ndarray) -> Sequence[Any]:
-        """Return rows of a data set with elements of any length."""
+        """Return rows of a dataset with elements of any length."""
         dataset = self._files.file(file)[self._single.path].id
         if dataset.rank > 1:
             return [self._row(dataset, row) for row in rows.tolist()]
@@ -203,7 +203,7 @@ class SingleReader:
         return [values[place] for place in back.tolist()]
 
     def _row(self, dataset: Any, row: int) -> Any:
-        """Return one row of a data set of several dimensions."""
+        """Return one row of a dataset of several dimensions."""
         axis, shape = self._single.axis, dataset.shape
         count = (*shape[:axis], 1, *shape[axis + 1 :])
         start = (*[0] * axis, row, *[0] * (len(shape) - axis - 1))

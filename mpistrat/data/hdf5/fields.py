@@ -143,13 +143,13 @@ class Field:
     Parameters
     ----------
     path : str
-        A data set, whose rows are examples; or a member of a compound one (``"events/t"``, nested
+        A dataset, whose rows are examples; or a member of a compound one (``"events/t"``, nested
         ones too). With ``*``, which stands for any characters within one name, each match is an
         example, in natural order: ``demo_2`` before ``demo_10``.
     attribute : str, optional
         The name of an attribute of each match. Without ``*`` every example gets the same value.
     axis : int
-        Which axis of the data set counts examples, for paths without ``*``.
+        Which axis of the dataset counts examples, for paths without ``*``.
 
     Raises
     ------

@@ -228,7 +228,7 @@ def _changed(path: str) -> str:
 
 
 class FieldAccess:
-    """Reads rows of a data set along an axis as a dtype, for one thread at a time."""
+    """Reads rows of a dataset along an axis as a dtype, for one thread at a time."""
 
     def __init__(self, dataset: Any, axis: int, dtype: np.dtype) -> None:
         self._dataset = dataset
@@ -259,7 +259,7 @@ class FieldAccess:
     def fetch(self, start: int) -> StoredRows | None:
         """Return the chunks that begin with row `start`, still encoded, or ``None``."""
         # None where only h5py can decode them, or where it fills in what was never written: it
-        # reports that as MemoryError where no chunk of the data set was.
+        # reports that as MemoryError where no chunk of the dataset was.
         if self._decoder is None:
             return None
         chunks = []
@@ -343,5 +343,5 @@ class StoredRows:
             elements = np.frombuffer(decoded, self.dtype).reshape(self.chunk_shape)
             elements = np.moveaxis(elements, self.axis, 0) if self.axis else elements
             target = rows[region]
-            # Chunks extend beyond the edges of the data set.
+            # Chunks extend beyond the edges of the dataset.
             assign(target, elements[tuple(map(slice, target.shape))])

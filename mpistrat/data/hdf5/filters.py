@@ -154,7 +154,7 @@ _CHECKSUM_BYTES = 4
 
 @dataclass(frozen=True)
 class ChunkDecoder:
-    """Thread-safe decoder of the chunks of one data set."""
+    """Thread-safe decoder of the chunks of one dataset."""
 
     filters: tuple[_Decode, ...]
     """One for each filter, in the order in which they were applied."""

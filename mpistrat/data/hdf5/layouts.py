@@ -24,7 +24,7 @@ from mpistrat.native import native_library
 
 @dataclass(frozen=True)
 class Storage:
-    """Where the rows of a data set lie in its file, as they are in memory."""
+    """Where the rows of a dataset lie in its file, as they are in memory."""
 
     starts: np.ndarray
     """The offset of each chunk, of shape (chunks,); of data without chunks there is one."""
@@ -77,7 +77,7 @@ class Storage:
         return True
 
     def _read_each(self, descriptor: int, start: int, rows: np.ndarray) -> bool:
-        """Fill `rows` one by one where each is a data set; else False."""
+        """Fill `rows` one by one where each is a dataset; else False."""
         if self.rows_per_chunk > 1 or not self.dtype.isnative:
             return False
         flat = rows.reshape(len(rows), -1).view(np.uint8)
@@ -147,7 +147,7 @@ Chunks = CompressedChunks | FilteredChunks
 
 
 def find_contiguous(dataset: Any, path: str) -> Storage | None:
-    """Return the storage of a data set in the file `path`; ``None`` where rows lie otherwise."""
+    """Return the storage of a dataset in the file `path`; ``None`` where rows lie otherwise."""
     dtype = dtype_of(dataset)
     is_here = hdf5.is_in_file(dataset, path)
     offset = hdf5.contiguous_offset(dataset, dtype) if is_here else None
@@ -229,7 +229,7 @@ class ColumnLayout:
 
 
 def layout_of(dataset: Any, path: str, axis: int, dtype: np.dtype, is_live: bool) -> ColumnLayout:
-    """Return the layout of a data set of the file `path`, read as `dtype` along `axis`."""
+    """Return the layout of a dataset of the file `path`, read as `dtype` along `axis`."""
     others = dataset.shape[:axis] + dataset.shape[axis + 1 :]
     spec = ArraySpec(others + dtype.shape, dtype.base)
     row_bytes = max(dtype.itemsize * math.prod(others), 1)
@@ -269,7 +269,7 @@ def contiguous_layout(spec: ArraySpec, length: int, storage: Storage) -> ColumnL
 def layout_of_matches(
     listings: Sequence[Listing | None], leaves: Any, shape: tuple[int | None, ...]
 ) -> list[ColumnLayout] | None:
-    """Return the layout of data sets of one shape as rows; ``None`` if some lie in pieces."""
+    """Return the layout of datasets of one shape as rows; ``None`` if some lie in pieces."""
     if native_library() is None or None in shape or not isinstance(leaves, Leaf):
         return None
     if leaves.members or leaves.form is not Form.FIXED:
@@ -289,17 +289,17 @@ def layout_of_matches(
 
 @dataclass(frozen=True)
 class Column:
-    """What is read by rows, many at a time: a data set, or members of a compound one."""
+    """What is read by rows, many at a time: a dataset, or members of a compound one."""
 
     name: str
     """How errors name it."""
     path: str
-    """Of the data set; the pattern where each row is a match."""
+    """Of the dataset; the pattern where each row is a match."""
     axis: int
     dtype: np.dtype
     """In memory: of compound rows the members that are needed, packed."""
     is_matches: bool = False
-    """Whether each row is a data set, whose place in the file is known."""
+    """Whether each row is a dataset, whose place in the file is known."""
 
 
 @dataclass(frozen=True)
@@ -331,7 +331,7 @@ class Output:
 
 
 def row_columns(located: Sequence[Located]) -> list[Column]:
-    """Return the columns of fields that are rows: one for each data set with members."""
+    """Return the columns of fields that are rows: one for each dataset with members."""
     columns: list[Column] = []
     compound: dict[tuple[str, int], int] = {}
     for each in located:
@@ -419,7 +419,7 @@ class _Composer:
         return nests.map_nest(lambda leaf: _output(leaf, shape, column, single), leaves)
 
     def _single(self, of_files: Sequence[Located], leaves: Any) -> int:
-        """Return the number of the single of a field: members of one data set share it."""
+        """Return the number of the single of a field: members of one dataset share it."""
         first = of_files[0]
         are_rows = first.kind is Kind.ROWS
         key = (first.path, first.axis) if are_rows else (first.field._text, -1)

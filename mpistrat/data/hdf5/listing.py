@@ -41,7 +41,7 @@ class Listing:
     parts: tuple[str, ...]
     """The names of the path up to the object."""
     members: tuple[str, ...]
-    """The rest of the path, where the object is a compound data set."""
+    """The rest of the path, where the object is a compound dataset."""
     shapes: np.ndarray
     """Of each match, of shape (matches, dimensions)."""
     offsets: np.ndarray
@@ -72,7 +72,7 @@ class Listing:
         return bool((self.shapes == self.shapes[:1]).all())
 
     def is_of(self, file: Any) -> bool:
-        """Return whether some of the data sets lie in an open file where this says."""
+        """Return whether some of the datasets lie in an open file where this says."""
         # The file may be a copy, byte by byte or written again.
         step = max(len(self.names) // _NUM_TRIED, 1)
         for number in range(0, len(self.names), step):
@@ -108,7 +108,7 @@ class Listing:
 
 
 _NUM_TRIED = 16
-"""So many data sets of a copy are looked at."""
+"""So many datasets of a copy are looked at."""
 
 
 def list_matches(file: Any, path: str, field: Field) -> Listing:
@@ -194,7 +194,7 @@ class _Lister:
             raise DataError(f"{self.where}: {path!r} has no attribute {self.field.attribute!r}.")
 
     def _otherwise(self, group: Any, name: str, rest: list[str], path: str) -> Any:
-        """Return the compound data set that a match leads into, ``None`` where it is no match."""
+        """Return the compound dataset that a match leads into, ``None`` where it is no match."""
         found = object_at(group, path)
         if found is not None:
             self.a_group = self.a_group or path
@@ -262,14 +262,14 @@ class _Lister:
         self._linked.add_links(self.file, path)
 
     def _place(self, found: Any, name: str, space: Any) -> int:
-        """Return where the elements of a data set begin in the file; -1 if not in one piece."""
+        """Return where the elements of a dataset begin in the file; -1 if not in one piece."""
         is_here = self._h5f.get_name(found) == self._own_name
         num_bytes = space.get_simple_extent_npoints() * self._itemsize
         offset = hdf5.offset_of_block(found, num_bytes) if is_here else None
         return self._look_closer(found, name) if offset is None else offset
 
     def _look_closer(self, found: Any, name: str) -> int:
-        """Note the other files with data of a data set; -1 says that its place is not known."""
+        """Note the other files with data of a dataset; -1 says that its place is not known."""
         properties = found.get_create_plist()
         dataset = hdf5.h5py().Dataset(found)
         for each in missing_filters(dataset) if properties.get_nfilters() else ():

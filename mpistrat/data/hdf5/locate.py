@@ -83,7 +83,7 @@ def locate(
 ) -> Located:
     """Return a field of an open file.
 
-    A literal one is the name of a data set, of which members that cannot be read are left out. A
+    A literal one is the name of a dataset, of which members that cannot be read are left out. A
     `listing` that is known need not be made. A dataset that was opened is put into `opened`.
     """
     if field._is_pattern and not is_literal:
@@ -176,7 +176,7 @@ def _locate_constant(file: Any, path: str, field: Field) -> Located:
     if any(leaf.form.name == "RAGGED" for leaf in nests.flatten(leaves)[0]) and shape:
         raise _refusal(file, path, field, "nested rows of variable length")
     own_shape = getattr(found, "shape", None)
-    # The length of its data set counts where no other field has one.
+    # The length of its dataset counts where no other field has one.
     length = own_shape[0] if own_shape else None
     place = "/".join(parts_of(field.path)) or "/"
     others = other_files(file, field.path, path)
@@ -193,7 +193,7 @@ def get_object(file: Any, path: str) -> Any:
 
 
 def _find(file: Any, path: str, field: Field) -> tuple[Any, tuple[str, ...]]:
-    """Return the data set of a field, and the members of its rows that the path leads to."""
+    """Return the dataset of a field, and the members of its rows that the path leads to."""
     found = get_object(file, field.path)
     if hasattr(found, "shape"):
         return found, ()
@@ -302,7 +302,7 @@ def _unreadable(text: str) -> DataError:
 
 
 def readable_names(file: Any) -> Iterator[str]:
-    """Yield the names of data sets that can be read, from those that are soon found."""
+    """Yield the names of datasets that can be read, from those that are soon found."""
     waiting: list[tuple[str, Any]] = [("", file)]
     seen = {file.id}
     for _ in range(_MAX_VISITED):
@@ -329,7 +329,7 @@ def num_rows_of(path: str, located: Sequence[Located], is_live: bool = False) ->
             f"The fields of {path} are attributes alone, which do not say how many examples there "
             "are. Add a data set, or a path with *."
         )
-    # A writer appends to one data set after the other.
+    # A writer appends to one dataset after the other.
     if len(set(lengths.values())) > 1 and not is_live:
         found = ", ".join(f"{name} has {length}" for name, length in lengths.items())
         raise DataError(

@@ -1,6 +1,6 @@
 """Rows whose place in their file is known: each is copied once, from the file into the batch.
 
-Contiguous data sets, and chunks of whole rows that no filter has changed, need neither HDF5 nor a
+Contiguous datasets, and chunks of whole rows that no filter has changed, need neither HDF5 nor a
 cache: the system has them in memory, or reads them from the disk when it is asked ahead of time.
 """
 

@@ -233,7 +233,7 @@ def _check_fields(fields: Any) -> None:
 
 
 def _sources(pipeline: Pipeline) -> Iterator[Hdf5Source]:
-    """Yield the files that a pipeline reads, also those of data sets that it combines."""
+    """Yield the files that a pipeline reads, also those of datasets that it combines."""
     if isinstance(pipeline.source, Hdf5Source):
         yield pipeline.source
     for child in getattr(pipeline.source, "children", ()):
@@ -261,7 +261,7 @@ def agree_on_files(
         return pipeline
     named = [[entry[:2] for entry in entries] for entries in of_ranks]
     if any(each != named[0] for each in named):
-        return pipeline  # if they differ, the comparison of data sets says so
+        return pipeline  # if they differ, the comparison of datasets says so
     source = pipeline.source
     if isinstance(source, Hdf5Source) and source.is_live:
         # What was seen before may be less than there is now.

@@ -52,7 +52,7 @@ class Leaf:
 
 
 def dtype_of(node: Any) -> np.dtype:
-    """Return the dtype of a data set or an attribute, opaque where NumPy has no such type."""
+    """Return the dtype of a dataset or an attribute, opaque where NumPy has no such type."""
     # Such as times and numbers of 24 bits, for which h5py raises, also for what contains them.
     try:
         found: np.dtype = node.dtype

@@ -34,7 +34,7 @@ class Column:
     values: np.ndarray
     """Of shape ``(n, *shape)``, or of dtype object with an array for each element."""
     spec: ArraySpec
-    """Of one element. After a map, that of the first example of the data set."""
+    """Of one element. After a map, that of the first example of the dataset."""
     path: str
     items: Block
     """What the elements are made of, by which errors name them."""
@@ -70,7 +70,7 @@ class Column:
 
 def stacked(column: Column, batch_size: int) -> np.ndarray:
     """Return a column as one array, if all its elements have one shape."""
-    # After a map, the ranks know the shape of the first example of the data set and compare with
+    # After a map, the ranks know the shape of the first example of the dataset and compare with
     # that, so that a batch is refused at any number of ranks.
     shapes = column.shapes if column.values.dtype == object else [column.values.shape[1:]]
     for number, shape in enumerate(shapes if len(column.values) else ()):

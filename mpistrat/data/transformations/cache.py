@@ -138,7 +138,7 @@ def record_bytes(limit: int, num_elements: int) -> int:
 
 
 class CacheStore:
-    """Elements of one data set; a rank of the node writes each of them, and all read it."""
+    """Elements of one dataset; a rank of the node writes each of them, and all read it."""
 
     # Memory takes space once it is written to, so a file as large as the limit costs nothing.
 
@@ -216,7 +216,7 @@ class Cached:
     """The examples of a pipeline without its order, each made once and kept by its number."""
 
     # An item is what it is in the source below: the order, chunks and shuffles stay those of the
-    # data set, and only how an example is made differs.
+    # dataset, and only how an example is made differs.
 
     def __init__(self, child: Pipeline, limit: int, num_inherited: int) -> None:
         self.child, self._limit = child, limit
@@ -236,12 +236,12 @@ class Cached:
 
     @property
     def children(self) -> tuple[Pipeline, ...]:
-        """The data set below, whose filters are evaluated first."""
+        """The dataset below, whose filters are evaluated first."""
         return (self.child,)
 
     @property
     def kind(self) -> str:
-        """The method, and the kind of the data set."""
+        """The method, and the kind of the dataset."""
         return f"{self.child.kind}.cache()"
 
     @property
@@ -320,7 +320,7 @@ class Cached:
         record = Record(specs, self.child.num_maps > 0)
         size = record.num_bytes
         if size is not None and self.num_examples > 0:
-            # A part of the data set may be all that is used of it.
+            # A part of the dataset may be all that is used of it.
             lengths = [self.num_examples]
             if self.child.length >= 0:
                 lengths.append(self.child.known_length)

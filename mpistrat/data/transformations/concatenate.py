@@ -29,10 +29,10 @@ from mpistrat.errors import DataError
 
 
 class Concatenated(View):
-    """The elements of several data sets, one after the other."""
+    """The elements of several datasets, one after the other."""
 
     # An example keeps the number that it has without shuffles, so maps of it are the same
-    # wherever the shuffles of a data set have put it.
+    # wherever the shuffles of a dataset have put it.
 
     name = "concatenate"
     needs_one_spec = True
@@ -65,7 +65,7 @@ class Concatenated(View):
 
     @property
     def file_starts(self) -> np.ndarray:
-        """Where a data set or one of its files begins."""
+        """Where a dataset or one of its files begins."""
         pairs = zip(self.children, self._starts, strict=False)
         starts = [position_borders(child) + start for child, start in pairs]
         if self.is_of_files:
@@ -73,7 +73,7 @@ class Concatenated(View):
         return np.unique(np.concatenate(starts)).astype(np.int64)
 
     def find_layout(self, key: PassKey) -> ChunkLayout | None:
-        """Return the chunks of all data sets."""
+        """Return the chunks of all datasets."""
         found = []
         for child in self.children:
             rows = unshuffled_rows(child)
@@ -91,7 +91,7 @@ class Concatenated(View):
         )
 
     def child_window(self, window_rows: int, child: Pipeline) -> int:
-        """Return as many: a window may lie in one data set."""
+        """Return as many: a window may lie in one dataset."""
         return window_rows
 
     def blocks(self, key: PassKey, batch_size: int | None, start: int) -> Iterator[Block]:
@@ -115,7 +115,7 @@ class Concatenated(View):
             start = 0
 
     def parts(self, numbers: np.ndarray, key: PassKey, children: Sequence[Child]) -> list[Part]:
-        """Return the elements of each data set among `numbers`."""
+        """Return the elements of each dataset among `numbers`."""
         owners = np.searchsorted(self._starts[: len(children)], numbers, "right") - 1
         present = np.unique(owners).tolist() or [0]
         parts = []
@@ -128,7 +128,7 @@ class Concatenated(View):
         return parts
 
     def streamed(self, elements: Sequence[Iterator[Any]]) -> Iterator[Any]:
-        """Yield the elements of each data set."""
+        """Yield the elements of each dataset."""
         return itertools.chain.from_iterable(elements)
 
 

@@ -24,7 +24,7 @@ _AT_A_TIME = 256
 
 
 class ValidElements(Filtered):
-    """The elements of a data set that can be made without an error."""
+    """The elements of a dataset that can be made without an error."""
 
     name = "ignore_errors"
     is_fixed = False  # maps are tried with the random numbers of the first pass
@@ -39,7 +39,7 @@ class ValidElements(Filtered):
 
     @property
     def kind(self) -> str:
-        """The method, and the kind of the data set."""
+        """The method, and the kind of the dataset."""
         return f"{self.children[0].kind}.ignore_errors()"
 
     def evaluate(self, size: int, rank: int) -> np.ndarray:

@@ -51,7 +51,7 @@ class Map(SameOrder):
 
 
 class Numbering:
-    """Gives each item its number in a data set, shuffles aside, and its later repetitions.
+    """Gives each item its number in a dataset, shuffles aside, and its later repetitions.
 
     Parameters
     ----------
@@ -59,7 +59,7 @@ class Numbering:
     transformations : sequence of Transformation
         Those of the whole pipeline.
     num_before : int
-        How many of them come before the data set that examples are numbered in.
+        How many of them come before the dataset that examples are numbered in.
     """
 
     # An item is the number of a row, plus the span of the source for each repetition. So it alone
@@ -91,7 +91,7 @@ class Numbering:
                 span = each.length(span)
 
     def __call__(self, item: Any) -> tuple[int, PassKey]:
-        """Return the number of an item, and those of the repetitions of the data set."""
+        """Return the number of an item, and those of the repetitions of the dataset."""
         while isinstance(item, np.ndarray):  # of a batch, its first example
             item = item[0]
         repetitions, number = divmod(int(getattr(item, "number", item)), self._span)
@@ -134,7 +134,7 @@ class GroupEnd:
 class Mapper:
     """Applies the maps of what was batched `level` times."""
 
-    # Each of `steps` is the number of a map among all of the data set, the map, and the numbers of
+    # Each of `steps` is the number of a map among all of the dataset, the map, and the numbers of
     # its examples.
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Sampling: weighted draws of elements with replacement, and of data sets that are mixed."""
+"""Sampling: weighted draws of elements with replacement, and of datasets that are mixed."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Weights:
 
 
 class Sampled(View):
-    """Elements of a data set, drawn with replacement in each pass."""
+    """Elements of a dataset, drawn with replacement in each pass."""
 
     name = "sample"
 
@@ -166,25 +166,25 @@ class SampleBatches(Reordering):
 _NOTHING = object()
 
 _BLOCK = 2**14
-"""So many choices between data sets are drawn at a time."""
+"""So many choices between datasets are drawn at a time."""
 
 
 @dataclass(frozen=True)
 class _Choices:
-    """Some of the choices between data sets, and where in each of these they begin."""
+    """Some of the choices between datasets, and where in each of these they begin."""
 
     first: int
     """How many elements come before them."""
     counts: np.ndarray
-    """How many of these are from each data set."""
+    """How many of these are from each dataset."""
     owners: np.ndarray
-    """The data set of each choice."""
+    """The dataset of each choice."""
     numbers: np.ndarray
-    """The position of each in its data set."""
+    """The position of each in its dataset."""
 
 
 class Mixed(View):
-    """Elements of several data sets, each chosen by weight."""
+    """Elements of several datasets, each chosen by weight."""
 
     # The choices are those of the seed alone, so that the length is the same in each pass.
 
@@ -262,7 +262,7 @@ class Mixed(View):
         return True
 
     def _chosen(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the data set of each example, and the position there."""
+        """Return the dataset of each example, and the position there."""
         last = int(numbers.max(initial=-1))
         while self._end <= last and self._draw():
             pass
@@ -276,7 +276,7 @@ class Mixed(View):
         return owners, positions
 
     def streamed(self, elements: Sequence[Iterator[Any]]) -> Iterator[Any]:
-        """Yield the elements of the data sets that are chosen."""
+        """Yield the elements of the datasets that are chosen."""
         left = self._weights.copy()
         for number in itertools.count():
             if not left.any():
@@ -293,7 +293,7 @@ class Mixed(View):
 
     @property
     def file_starts(self) -> np.ndarray:
-        """Where an element of another data set or file follows."""
+        """Where an element of another dataset or file follows."""
         if not self.is_of_files:
             return np.empty(0, np.int64)
         owners, positions = self._chosen(np.arange(self.num_examples))
@@ -306,7 +306,7 @@ class Mixed(View):
         return borders_between(files)
 
     def find_layout(self, key: PassKey) -> ChunkLayout | None:
-        """Return the chunks of all data sets."""
+        """Return the chunks of all datasets."""
         layouts = [position_layout(child, key) for child in self.children]
         known = [layout for layout in layouts if layout is not None]
         if len(known) < len(layouts):
@@ -316,7 +316,7 @@ class Mixed(View):
         return ChunkLayout.joined(known).of_numbers(firsts[owners] + positions)
 
     def parts(self, numbers: np.ndarray, key: PassKey, children: Sequence[Child]) -> list[Part]:
-        """Return the elements of the data sets that are chosen."""
+        """Return the elements of the datasets that are chosen."""
         owners, positions = self._chosen(numbers)
         present = np.unique(owners).tolist() or [0]
         if len(present) == 1:

@@ -58,7 +58,7 @@ class Indices:
         return len(self._given)
 
     def of(self, length: int) -> np.ndarray:
-        """Return the positions in a data set of `length` elements."""
+        """Return the positions in a dataset of `length` elements."""
         if self._found is None or self._found[0] != length:
             self._found = length, self._checked(length)
         return self._found[1]
@@ -82,7 +82,7 @@ class Indices:
 
 
 class Selected(View):
-    """The elements at given positions of a data set."""
+    """The elements at given positions of a dataset."""
 
     name = "select"
 

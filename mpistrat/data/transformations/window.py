@@ -1,4 +1,4 @@
-"""Windows: consecutive elements of a data set, stacked, within one file or across files."""
+"""Windows: consecutive elements of a dataset, stacked, within one file or across files."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from mpistrat.data.views import (
 
 
 class Zipped(View):
-    """Nests of the elements at one position in several data sets."""
+    """Nests of the elements at one position in several datasets."""
 
     name = "zip"
 
@@ -41,12 +41,12 @@ class Zipped(View):
 
     @property
     def element_spec(self) -> Any:
-        """The nest of the specs of all data sets."""
+        """The nest of the specs of all datasets."""
         specs = [child.found_spec for child in self.children]
         return None if None in specs else nests.unflatten(self._structure, specs)
 
     def only(self, fields: tuple[Any, ...]) -> View | None:
-        """Return the tuples of some of the data sets."""
+        """Return the tuples of some of the datasets."""
         nest = nests.unflatten(self._structure, self.children)
         try:
             chosen = [nest[field] for field in fields]
@@ -61,18 +61,18 @@ class Zipped(View):
 
     @cached_property
     def num_examples(self) -> int:
-        """Length of the shortest data set."""
+        """Length of the shortest dataset."""
         lengths = [child.known_length for child in self.children]
         return min((length for length in lengths if length != ENDLESS), default=ENDLESS)
 
     @property
     def file_starts(self) -> np.ndarray:
-        """Where any of the data sets begins a file."""
+        """Where any of the datasets begins a file."""
         borders = functools.reduce(np.union1d, map(position_borders, self.children))
         return borders[borders < self.num_examples].astype(np.int64)
 
     def find_layout(self, key: PassKey) -> ChunkLayout | None:
-        """Return the chunks of the data set with the largest elements."""
+        """Return the chunks of the dataset with the largest elements."""
         found = [position_layout(child, key) for child in self.children]
         layouts = [layout for layout in found if layout is not None]
         if not layouts:
@@ -82,11 +82,11 @@ class Zipped(View):
         return dataclasses.replace(widest.of_range(range(self.num_examples)), bytes_per_row=total)
 
     def child_window(self, window_rows: int, child: Pipeline) -> int:
-        """Return as many: each example has one element of each data set."""
+        """Return as many: each example has one element of each dataset."""
         return window_rows
 
     def parts(self, numbers: np.ndarray, key: PassKey, children: Sequence[Child]) -> list[Part]:
-        """Return the elements at the positions `numbers` of each data set."""
+        """Return the elements at the positions `numbers` of each dataset."""
         return [Part(number, child.at(numbers, key)) for number, child in enumerate(children)]
 
     def joined(self, num_examples: int, parts: Sequence[Part], columns: Sequence[Any]) -> Any:
@@ -94,6 +94,6 @@ class Zipped(View):
         return nests.unflatten(self._structure, columns)
 
     def streamed(self, elements: Sequence[Iterator[Any]]) -> Iterator[Any]:
-        """Yield nests of one element of each data set."""
+        """Yield nests of one element of each dataset."""
         for leaves in zip(*elements, strict=False):
             yield nests.unflatten(self._structure, leaves)
