@@ -7,11 +7,13 @@ import hashlib
 import os
 import re
 import runpy
+import shutil
 from pathlib import Path
 
 import numpy
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 KERNELS = Path("mpistrat/optimizers/kernels.py")
 FLAGS = ["-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
@@ -35,6 +37,16 @@ def readme():
     return re.sub(r"\]\((?!https?:|#)", f"]({PAGES}", text)
 
 
+class BuildPackage(build_py):
+    """Leaves no file of an earlier build in the wheel: the digest of the C sources counts them."""
+
+    def run(self):
+        """Empty the folder, then build."""
+        if not self.editable_mode:
+            shutil.rmtree(Path(self.build_lib, "mpistrat"), ignore_errors=True)
+        super().run()
+
+
 class BuildKernels(build_ext):
     """Writes the source of the kernels first. Their library is no Python module."""
 
@@ -55,7 +67,7 @@ class BuildKernels(build_ext):
 setup(
     long_description=readme(),
     long_description_content_type="text/markdown",
-    cmdclass={"build_ext": BuildKernels},
+    cmdclass={"build_ext": BuildKernels, "build_py": BuildPackage},
     # One wheel serves every Python from 3.10 on.
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
     ext_modules=[

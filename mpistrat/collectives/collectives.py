@@ -114,9 +114,17 @@ class CollectiveCall(Call):
 
     def fast(self, reduction: Reduction) -> FastReduction | JointReduction:
         """Return the fast path by which calls like this one repeat `reduction`."""
-        new_call = functools.partial(self._collectives.call, self.kind, self.name)
-        kind = JointReduction if reduction.of_replicas else FastReduction
-        return kind(self, reduction, new_call)
+        joint = self.joint(reduction)
+        return joint if joint is not None else FastReduction(self, reduction, self._renewal())
+
+    def joint(self, reduction: Reduction) -> JointReduction | None:
+        """Return what repeats `reduction` for all replicas of this rank, if it has several."""
+        if not reduction.of_replicas:
+            return None
+        return JointReduction(self, reduction, self._renewal())
+
+    def _renewal(self) -> Callable[[], CollectiveCall]:
+        return functools.partial(self._collectives.call, self.kind, self.name)
 
     def all_reduce(
         self,

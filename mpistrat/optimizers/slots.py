@@ -180,12 +180,7 @@ class PreparedStep:
     def prepare(self, call: CollectiveCall, gradients: list[Any], parameters: str) -> None:
         """Have the reduction compare other `parameters` from now on."""
         self.reduction = prepare_sum(call, gradients, self.variables, parameters)
-        self.joint, self.parameters = _joint(call, self.reduction), parameters
-
-
-def _joint(call: CollectiveCall, reduction: Reduction) -> JointReduction | None:
-    fast = call.fast(reduction)
-    return fast if isinstance(fast, JointReduction) else None
+        self.joint, self.parameters = call.joint(self.reduction), parameters
 
 
 _MAX_STEPS = 64
@@ -239,6 +234,6 @@ class PreparedSteps(dict[tuple[int, ...], PreparedStep]):
         if len(self) >= _MAX_STEPS:
             self.clear()
         key = (id(call.channel), *map(id, variables))
-        memory, joint = counter._storage, _joint(call, reduction)
+        memory, joint = counter._storage, call.joint(reduction)
         what = variables, counter, memory, reduction, joint, parameters
         self[key] = PreparedStep(call.channel, strategy, *what)

@@ -62,15 +62,41 @@ def test_the_doctor_warns_with_the_remedy(uncompiled):
     assert "pip install" in found["remedy"]
 
 
+def test_steps_on_devices(uncompiled, tmp_path, monkeypatch):
+    # Arrays of devices are described without compiled code, so their steps are prepared.
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "standin"))
+    monkeypatch.setenv("FAKE_CUPY_GPUS", "1")
+    on_device = JOB.replace("np.ones(10_000)", "cupy.ones(10_000, cupy.float32)")
+    on_device = on_device.replace("import numpy as np", "import cupy\nimport numpy as np")
+    done = uncompiled(on_device.replace("MPIStrategy()", 'MPIStrategy(device="gpu")'), 1)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_a_wheel_holds_no_file_of_an_earlier_build(tmp_path):
+    copy_sources(tmp_path)
+    stale = tmp_path / "build" / "lib" / "mpistrat" / "native" / "gone.c"
+    stale.parent.mkdir(parents=True)
+    stale.write_text("")
+    command = [sys.executable, "setup.py", "-q", "build", "--build-lib", "build/lib"]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=100)
+    assert not stale.exists()
+    assert (stale.parent / "module.c").exists()
+
+
 @pytest.mark.slow
 def test_it_is_built_without_a_compiler(tmp_path):
-    for name in ("mpistrat", "setup.py", "pyproject.toml", "README.md", "LICENSE"):
-        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-        copy(ROOT / name, tmp_path / name)
-    for library in (tmp_path / "mpistrat").rglob("*.so"):
-        library.unlink()
+    copy_sources(tmp_path)
     command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
     without = os.environ | {"CC": "/nonexistent/cc"}
     done = subprocess.run(command, cwd=tmp_path, env=without, capture_output=True, timeout=100)
     assert done.returncode == 0, done.stderr.decode()
     assert not list((tmp_path / "mpistrat").rglob("*.so"))
+
+
+def copy_sources(tmp_path):
+    for name in ("mpistrat", "setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, tmp_path / name)
+    for library in (tmp_path / "mpistrat").rglob("*.so"):
+        library.unlink()
