@@ -39,7 +39,6 @@ def job(monkeypatch):
     fresh = Job()
     for module in (elastic_job, extended):
         monkeypatch.setattr(module, "job", fresh)
-    monkeypatch.setattr(extended.ElasticExtended, "_job", fresh)
     monkeypatch.setattr(elastic_job, "why_not_tolerant", lambda: "")
     monkeypatch.setattr(units, "_note", None)
     monkeypatch.setattr(process, "outlives_losses", False)

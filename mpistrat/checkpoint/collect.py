@@ -47,17 +47,10 @@ from mpistrat.errors import CheckpointError, ContextError
 from mpistrat.system.digests import digest_of_values
 from mpistrat.system.text import rank_list
 from mpistrat.trackable import Trackable
-from mpistrat.variables import (
-    MirroredVariable,
-    ReplicatedOnRead,
-    ShardedVariable,
-    SplitVariable,
-    SyncOnReadVariable,
-    Variable,
-)
-from mpistrat.variables.divided import BYTES_PER_PIECE, SavedInPieces
+from mpistrat.variables import MirroredVariable, SyncOnReadVariable, Variable
 from mpistrat.variables.drift import digest_of
 from mpistrat.variables.kinds import WrittenTogether
+from mpistrat.variables.placement import BYTES_PER_PIECE, Block
 
 _logger = logging.getLogger("mpistrat")
 
@@ -192,11 +185,11 @@ class StateCollector:
         One variable at a time comes to rank 0, so drop each item before the next one.
         """
         for name, variable in self._tree.variables.items():
-            if isinstance(variable, SavedInPieces) and self._keeps_parts(variable):
+            if variable._placement.is_in_parts and self._keeps_parts(variable):
                 yield _item_of_parts(name, variable, self._is_parallel)
             else:
                 yield _item_of(name, variable, name in self._drifted)
-            if isinstance(variable, ReplicatedOnRead):
+            if isinstance(variable, SyncOnReadVariable) and variable._saves_components:
                 yield replicas_item(name, variable._components_for_root())
         for name, state in self._states.items():
             yield from self._items_of_state(name, state)
@@ -248,9 +241,10 @@ def _warn_of_root(what: str) -> None:
 def _item_of(name: str, variable: Variable, has_drifted: bool) -> Item:
     """Bring the values of one variable to rank 0. **Collective**."""
     value = variable._save_value()
-    is_kept = not variable._is_remote and value is variable._storage
+    placement = variable._placement
+    is_kept = placement.is_here and value is variable._storage
     life = BufferLifetime.LONG if is_kept else BufferLifetime.BRIEF
-    is_whole = isinstance(variable, MirroredVariable) and not isinstance(variable, SavedInPieces)
+    is_whole = isinstance(variable, MirroredVariable) and not placement.is_in_parts
     if is_whole and not has_drifted:
         life = BufferLifetime.EVERYWHERE
     return replace(_described(name, variable, value), life=life)
@@ -270,55 +264,30 @@ def _item_of_parts(name: str, variable: Any, is_parallel: bool) -> Item:
     """Return an item whose values each rank writes, or which come to rank 0 in pieces."""
     blank = np.broadcast_to(np.zeros((), variable.dtype), variable.full_shape)
     item = _described(name, variable, blank)
-    if is_parallel and isinstance(variable, SplitVariable):
-        return replace(item, tensor=_OwnBlock(variable))
-    if is_parallel and isinstance(variable, ShardedVariable) and not variable._is_remote:
-        return replace(item, tensor=_OwnRows(variable))
+    block = variable._placement.block
+    if is_parallel and block is not None and isinstance(variable, WrittenTogether):
+        return replace(item, tensor=_OwnBlock(variable, block))
     return replace(item, pieces=variable._pieces_for_root())
 
 
-class _OwnRows:
-    """The rows of a sharded variable as `ShardedWriting` takes them, flat."""
-
-    is_view = True
-    is_here = True
-
-    def __init__(self, variable: ShardedVariable) -> None:
-        self._variable = variable
-        self.shape: tuple[int, ...] = (variable.size,)
-        self.dtype, self.size = variable.dtype, variable.size
-        self.tensor_dtype = variable.dtype.name
-        self.num_ranks = len(variable.row_ranges)
-        self.mesh = str(variable.row_ranges)
-
-    def shards(self) -> Iterator[tuple[Box, np.ndarray]]:
-        """Yield the rows of this rank, and where they lie."""
-        own = host_view(self._variable.part)
-        yield Box((self._variable._own_elements.start,), (own.size,)), own
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return self._variable.numpy()
-
-
 class _OwnBlock:
-    """The part of a split variable as `ShardedWriting` takes it, from the first replica."""
+    """What this rank stores of a variable, as `ShardedWriting` takes it."""
 
     is_view = True
     is_here = True
 
-    def __init__(self, variable: SplitVariable) -> None:
-        self._variable = variable
-        self.shape, self.dtype = variable.full_shape, variable.dtype
-        self.size = math.prod(self.shape)
+    def __init__(self, variable: Variable, block: Block) -> None:
+        self._variable, self._block = variable, block
+        self.shape, self.dtype = block.shape, variable.dtype
+        self.size = math.prod(block.shape)
         self.tensor_dtype = variable.dtype.name
-        self.num_ranks = len(variable._split.parts)
-        self.mesh = str(variable._split.parts)
+        self.num_ranks = variable._placement.num_holders
+        self.mesh = f"{self.num_ranks} parts"
 
     def shards(self) -> Iterator[tuple[Box, np.ndarray]]:
-        """Yield the part of this rank, and where it lies."""
-        if self._variable.strategy.extended._layout.replica_id == 0:
-            own = host_view(self._variable.part)
-            yield Box(self._variable._split.own_offset, own.shape), own
+        """Yield the elements that this rank saves, and where they lie."""
+        if self._variable._placement.saves_own:
+            yield Box(self._block.offsets, self._block.sizes), host_view(self._variable.part)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         raise NotImplementedError  # no rank has all of it

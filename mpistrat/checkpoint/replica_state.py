@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from mpistrat.collectives.collectives import Collectives
 from mpistrat.collectives.operations.broadcast import broadcast
 from mpistrat.layout import Layout
 from mpistrat.values import PerReplica
-from mpistrat.variables import MirroredVariable, ReplicatedOnRead, SyncOnReadVariable, Variable
+from mpistrat.variables import SyncOnReadVariable, Variable
 
 Reshard = Callable[[list[Any], int], Sequence[Any]]
 
@@ -144,7 +144,7 @@ class PerReplicaState:
 
 def _adapter(obj: object) -> Stateful:
     if isinstance(obj, Variable):
-        if isinstance(obj, MirroredVariable | SyncOnReadVariable):
+        if obj.strategy is not None:
             raise TypeError(
                 f"PerReplicaState is for plain variables, but {obj.name!r} belongs to a strategy: "
                 "a checkpoint takes it as it is."
@@ -249,7 +249,7 @@ def read_components(
     `others` are the paths of variables that the program has not made yet. Their strategy may be
     unknown.
     """
-    wanted = [name for name, each in variables.items() if isinstance(each, ReplicatedOnRead)]
+    wanted = [name for name, each in variables.items() if _has_components(each)]
     if not collectives.arithmetic and not (others and collectives.layout.num_replicas == 1):
         return {}  # a strategy without num_replicas=
     num_replicas = collectives.layout.num_replicas
@@ -277,6 +277,11 @@ def read_components(
     return {name: found.get(name) for name in names}
 
 
+def _has_components(variable: Variable) -> TypeGuard[SyncOnReadVariable]:
+    """Return whether files have a component of `variable` for each replica."""
+    return isinstance(variable, SyncOnReadVariable) and variable._saves_components
+
+
 def load_components(
     collectives: Collectives,
     components: Mapping[str, np.ndarray | None],
@@ -286,7 +291,7 @@ def load_components(
     for name, of_root in components.items():
         if name in variables:
             variable = variables[name]
-            assert isinstance(variable, ReplicatedOnRead)
+            assert isinstance(variable, SyncOnReadVariable)
             values = _on_all(collectives, of_root, variable.shape, variable.dtype)
             variable._load_components(dict(enumerate(values)))
 
@@ -310,7 +315,7 @@ def keep_components(
 
 def load_kept(variable: Variable, kept: Kept | None) -> None:
     """Set the components of a variable that was made after the restore. Local."""
-    if kept is None or not isinstance(variable, ReplicatedOnRead):
+    if kept is None or not _has_components(variable):
         return
     num_replicas, rows = kept
     extended = variable.strategy.extended

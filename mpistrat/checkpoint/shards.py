@@ -21,7 +21,7 @@ from mpistrat.checkpoint.torch_hook import Box
 from mpistrat.checkpoint.writer import CheckpointWriter, Item, explaining
 from mpistrat.errors import CheckpointError
 from mpistrat.options import VariableSynchronization
-from mpistrat.variables import CentralVariable, ShardedVariable, SplitVariable, Variable
+from mpistrat.variables import Variable
 
 
 class Extent(NamedTuple):
@@ -97,37 +97,26 @@ def read_box(handle: int, extent: Extent, shape: Sequence[int], box: Box, into: 
 
 def has_bytes_of_file(variable: Variable) -> bool:
     """Return whether the memory of `variable` is to hold the bytes of the file."""
-    is_whole = variable.synchronization is not VariableSynchronization.ON_READ
-    if variable._is_remote or _is_divided(variable):
+    placement, on_read = variable._placement, VariableSynchronization.ON_READ
+    if variable.synchronization is on_read or placement.block or not placement.is_here:
         return False
-    return is_whole and is_on_host(variable._storage)
+    return is_on_host(variable._storage)
 
 
 def has_part_of_file(variable: Variable) -> bool:
     """Return whether the memory of `variable` is to hold a part of what is in the file."""
-    return _is_divided(variable) and is_on_host(variable._storage)
-
-
-def _is_divided(variable: Variable) -> bool:
-    """Return whether each rank fills a part of it."""
-    is_divided = isinstance(variable, ShardedVariable | CentralVariable | SplitVariable)
-    return is_divided and not variable._is_remote
-
-
-def _bytes_before(variable: Variable) -> int:
-    """Return how many bytes of the whole lie before those that this rank holds."""
-    if not isinstance(variable, ShardedVariable | CentralVariable):
-        return 0
-    return variable._own_elements.start * variable.dtype.itemsize
+    if variable.synchronization is VariableSynchronization.ON_READ:
+        return False
+    return variable._placement.block is not None and is_on_host(variable._storage)
 
 
 def read_own(handle: int, extent: Extent, variable: Variable) -> None:
     """Read what this rank holds of a variable that lies in `extent` of a file."""
-    if isinstance(variable, SplitVariable):
-        box = Box(variable._split.own_offset, variable.shape)
-        read_box(handle, extent, variable.full_shape, box, variable._own_storage)
+    block, own = variable._placement.block, variable._own_storage
+    if block is None:
+        read_at(handle, extent.offset, own)
     else:
-        read_at(handle, extent.offset + _bytes_before(variable), variable._own_storage)
+        read_box(handle, extent, block.shape, Box(block.offsets, block.sizes), own)
 
 
 def _parity(data: np.ndarray, item_bytes: int) -> int:

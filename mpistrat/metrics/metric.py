@@ -84,9 +84,9 @@ class Metric(Trackable, abc.ABC, Generic[_Result], metaclass=context.MadeInScope
             named = ((f"{what} of the metric {self.name!r}", number) for what, number in sums)
             empty_parts.warn_of_nan(here.extended._layout.replica_id, named)
         for variable, number in zip(self._sums.values(), numbers, strict=True):
-            if variable.strategy is here and not variable._is_remote:
+            if variable.strategy is here and variable._placement.is_here:
                 # What assign_add comes to, many times in a step.
-                total = variable._storage
+                total = variable._component
                 total += number if type(number) is float else beside(number, total)
             else:
                 variable.assign_add(number, read_value=False)

@@ -248,7 +248,7 @@ class GradientAccumulator(Trackable):
         return [places[id(variable)] for variable in variables]
 
     def _add_one(self, gradient: Any, total: Variable) -> None:
-        device, storage = self._owner.extended.device, total._storage
+        device, storage = self._owner.extended.device, total._component
         if isinstance(gradient, IndexedSlices):
             # Not by CuPy's add.at, which adds in no order and lacks some dtypes.
             rows = place(gradient.values, device)
@@ -304,7 +304,7 @@ class GradientAccumulator(Trackable):
                 )
             call.include(self.num_added, f"after {self.num_added} calls of add")
             pairs = zip(self._sums, counts, strict=True)
-            sums = [total._storage if count else None for total, count in pairs]
+            sums = [total._component if count else None for total, count in pairs]
             reduced = sum_over_replicas(call, sums, self._variables)
         return list(zip(reduced, self._variables, strict=True))
 
@@ -367,7 +367,7 @@ class GradientAccumulator(Trackable):
 
     def _reset_here(self) -> None:
         for total in self._sums:
-            total._storage.fill(0)
+            total._component.fill(0)
         self._counts.reset()
 
     @property

@@ -26,7 +26,7 @@ from mpistrat.optimizers.update import (
 from mpistrat.options import ReduceOp
 from mpistrat.tracing.spans import span
 from mpistrat.values import IndexedSlices
-from mpistrat.variables import DividedElements, Variable
+from mpistrat.variables import Variable
 
 RATE = "with the learning rate"
 """What messages call the number that ranks compare."""
@@ -54,7 +54,7 @@ def summed_in_parts(
         for position, (gradient, variable) in enumerate(zip(gradients, variables, strict=True))
         if gradient is not None
         and not isinstance(gradient, IndexedSlices)
-        and isinstance(optimizer._slots.holder(variable, names), DividedElements)
+        and optimizer._slots.placement(variable, names).ranges is not None
         and can_be_summed_in_parts(call, variable)
     ]
 
@@ -117,7 +117,7 @@ class AgreedStep:
                 update_each(
                     *(rule, step),
                     [
-                        (each.target, each.holder._own(each.gradient))
+                        (each.target, each.placement.own(each.gradient))
                         for each in updates
                         if not each.is_late
                     ],
@@ -125,7 +125,7 @@ class AgreedStep:
                 iterations = optimizer.iterations
                 memory = iterations._own_storage if known is None else known.iterations
                 memory += 1
-                parts = [each for each in updates if isinstance(each.holder, DividedElements)]
+                parts = [each for each in updates if each.placement.ranges is not None]
                 if parts:
                     share_parts(self.strategy.extended._collectives, kind, rule, step, parts)
                 elif known is None:
@@ -170,7 +170,7 @@ class AgreedStep:
         return [
             PartUpdate(
                 variable,
-                optimizer._slots.holder(variable, optimizer._rule.kernel.slots),
+                optimizer._slots.placement(variable, optimizer._rule.kernel.slots),
                 target,
                 gradient,
                 is_late=position in self.late,

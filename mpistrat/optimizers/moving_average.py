@@ -168,7 +168,7 @@ def _first_average(variable: Variable) -> Variable:
 
 def _refuse_remote(kind: str, variables: Any) -> None:
     for variable in variables if isinstance(variables, list) else ():
-        if isinstance(variable, Variable) and variable._is_remote:
+        if isinstance(variable, Variable) and not variable._placement.is_here:
             raise NotImplementedError(
                 f"{kind}: the variable {variable.name!r} lies on a server, and workers change it "
                 "at different times. Make a variable for its average, and in a closure call "

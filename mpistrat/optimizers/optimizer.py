@@ -348,7 +348,7 @@ class Optimizer(Hinted, Trackable, abc.ABC, metaclass=HintedOptimizer):
         KeyError
             If there is none yet: slots are made by the first `apply_gradients`, or restored.
         """
-        if variable._is_remote:
+        if not variable._placement.is_here:
             self._learn_slots()
         slot = self._slots.find(variable, name)
         if slot is None:
@@ -364,7 +364,7 @@ class Optimizer(Hinted, Trackable, abc.ABC, metaclass=HintedOptimizer):
 
     def _deferred_slots(self) -> Mapping[str, Callable[[Variable], Variable]]:
         """Return what makes the slots, by name."""
-        if self.iterations._is_remote:
+        if not self.iterations._placement.is_here:
             return slot_makers(self, self.iterations.strategy.extended)
         return {
             name: functools.partial(zero_slot, name=name, is_sharded=self.sharded_slots)
@@ -372,7 +372,7 @@ class Optimizer(Hinted, Trackable, abc.ABC, metaclass=HintedOptimizer):
         }
 
     def _checkpoint_dependents(self) -> list[Dependent]:
-        if self.iterations._is_remote:
+        if not self.iterations._placement.is_here:
             self._learn_slots()
         return super()._checkpoint_dependents()
 

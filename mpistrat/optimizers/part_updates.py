@@ -28,7 +28,8 @@ from mpistrat.comm.shared_reducer import SharedMemoryReducer
 from mpistrat.optimizers.update import Rule, Step, Target
 from mpistrat.options import ReduceOp
 from mpistrat.values import IndexedSlices
-from mpistrat.variables import CentralVariable, Variable
+from mpistrat.variables import Variable
+from mpistrat.variables.placement import elements_of
 
 _MIN_BYTES = 2**20
 """Smaller gradients are summed together, on all ranks, as for mirrored slots."""
@@ -42,7 +43,7 @@ def can_be_summed_in_parts(call: CollectiveCall, variable: Variable) -> bool:
 def _reducer(call: CollectiveCall, variable: Variable) -> SharedMemoryReducer | None:
     """Return the reducer that can sum the gradient of `variable` part by part, if there is one."""
     num_bytes, options = variable._storage.nbytes, call.options
-    is_large = num_bytes >= _MIN_BYTES or _stage_of(variable) is not None
+    is_large = num_bytes >= _MIN_BYTES or variable._placement.stage is not None
     if not is_large or not is_on_host(variable._storage) or options.wire_dtype is not None:
         return None
     # As for a large message: MPI is not faster on gradients that are there already.
@@ -52,17 +53,13 @@ def _reducer(call: CollectiveCall, variable: Variable) -> SharedMemoryReducer | 
     return reducer if isinstance(reducer, SharedMemoryReducer) else None
 
 
-def _stage_of(variable: Variable) -> list[np.ndarray] | None:
-    return variable.stage if isinstance(variable, CentralVariable) else None
-
-
 @dataclass(frozen=True, eq=False)
 class PartUpdate:
     """What a step has done, or is to do, with this rank's part of one variable."""
 
     variable: Variable
-    holder: Any
-    """Knows which part this rank updates: one of the slots, or the variable itself."""
+    placement: Any
+    """Says which part this rank updates: that of the slots, or of the variable itself."""
     target: Target
     gradient: Any
     """In C order on its device, or coalesced slices, equal on all ranks."""
@@ -72,12 +69,12 @@ class PartUpdate:
     @property
     def is_central(self) -> bool:
         """Whether all ranks see what each has updated."""
-        return isinstance(self.variable, CentralVariable)
+        return self.variable._placement.ranges is not None
 
     @property
     def own(self) -> range:
         """The elements of the flat variable that this rank updates."""
-        own: range = self.holder._own_elements
+        own: range = self.placement.own_elements
         return own
 
 
@@ -86,7 +83,7 @@ def share_parts(
 ) -> None:
     """Give all ranks the weights that each rank has updated. **Collective**."""
     late = [each for each in updates if each.is_late]
-    staged = [each for each in late if _stage_of(each.variable) is not None]
+    staged = [each for each in late if each.variable._placement.stage is not None]
     for each in staged:
         _fill_stage(each, collectives.rank)
     with collectives.call(f"{kind}: weights") as call:
@@ -102,13 +99,12 @@ def share_parts(
         if any(each.is_central for each in updates):
             call.agree("updated")
     for each in updates:
-        if isinstance(each.variable, CentralVariable):
-            each.variable._note_written()
+        each.variable._placement.note_written()
 
 
 def _fill_stage(each: PartUpdate, rank: int) -> None:
     """Bring a gradient to this rank's buffer, unless it lies there."""
-    stage = _stage_of(each.variable)
+    stage = each.variable._placement.stage
     assert stage is not None
     if address_of(stage[rank]) != address_of(each.gradient):
         np.copyto(stage[rank], each.gradient.reshape(-1))
@@ -120,7 +116,7 @@ _CHUNK = 2**15
 
 def _update_from_stage(rule: Rule, step: Step, each: PartUpdate) -> None:
     """Sum this rank's part of the gradients in the buffers of all ranks, and update it."""
-    stage, own = _stage_of(each.variable), each.own
+    stage, own = each.variable._placement.stage, each.own
     assert stage is not None
     sums = np.empty(min(_CHUNK, len(own)), each.variable.dtype)
     for begin in range(own.start, own.stop, _CHUNK):
@@ -144,7 +140,7 @@ def _update_with_others(call: CollectiveCall, rule: Rule, step: Step, each: Part
             np.copyto(sums, chunk.weight)
 
     call.note_moved(each.gradient.nbytes, "SharedMemoryReducer")
-    starts = [0, *[of_rank.stop for of_rank in each.holder.elements_of_ranks]]
+    starts = [0, *[of_rank.stop for of_rank in each.placement.ranges]]
     target = None if each.is_central else each.variable._storage
     reducer.reduce_parts(each.gradient, starts, update, target)
 
@@ -172,10 +168,10 @@ def _gather(updates: Sequence[PartUpdate], call: CollectiveCall) -> None:
 
 def _places(each: PartUpdate) -> list[Any]:
     """Return, for each rank, which elements of the flat variable it has updated."""
-    ranges = each.holder.elements_of_ranks
+    ranges = each.placement.ranges
     if not isinstance(each.gradient, IndexedSlices):
         return [slice(of_rank.start, of_rank.stop) for of_rank in ranges]
-    touched = host_view(each.holder.elements_of(each.gradient))
+    touched = host_view(elements_of(each.gradient))
     bounds = np.searchsorted(touched, [0, *[of_rank.stop for of_rank in ranges]])
     return [touched[start:stop] for start, stop in itertools.pairwise(bounds)]
 

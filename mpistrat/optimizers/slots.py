@@ -21,14 +21,11 @@ from mpistrat.optimizers.update import Rule, Target, UpdateAll, slot_dtype, sums
 from mpistrat.strategies.one_replica import default_strategy
 from mpistrat.system.units import on_undo
 from mpistrat.variables import (
-    CentralVariable,
-    DividedElements,
-    FlatShardedVariable,
     MirroredVariable,
-    ShardedVariable,
     Variable,
 )
 from mpistrat.variables.initial import InitialValue
+from mpistrat.variables.placement import Whole
 
 
 @dataclass
@@ -73,35 +70,34 @@ class Slots:
         """Return the memory of `variable` and of its slots `names`, which exist."""
         entry = self._entries.setdefault(id(variable), _Entry(variable))
         weight, slots = variable._own_storage, [entry.slots[name] for name in names]
-        if slots and isinstance(slots[0], FlatShardedVariable):
-            weight = slots[0]._own(weight)
+        if slots and slots[0]._is_sharded and not variable._placement.is_divided:
+            weight = slots[0]._placement.own(weight)
         target = entry.targets[names] = Target(weight, [slot._own_storage for slot in slots])
         return target
 
-    def holder(self, variable: Variable, names: Iterable[str]) -> Any:
-        """Return the variable that knows which part of `variable` this rank updates.
+    def placement(self, variable: Variable, names: Iterable[str]) -> Whole:
+        """Return the placement that says which part of `variable` this rank updates.
 
         `names` are the slots that the update needs, as far as they exist.
         """
         found = [self.find(variable, name) for name in names]
-        each: Any
         for each in (variable, *found):
-            if isinstance(each, DividedElements):
-                return each
-        return variable
+            if each is not None and each._placement.ranges is not None:
+                return each._placement
+        return variable._placement
 
     def are_divided(self, variable: Variable, names: Iterable[str], is_sharded: bool) -> bool:
         """Return whether an update of `variable` by the slots `names` is divided over ranks.
 
         Slots that do not exist yet count as what `zero_slot` will make of them.
         """
-        if isinstance(variable, ShardedVariable | DividedElements):
+        if variable._placement.is_divided:
             return True
         found = [self.find(variable, name) for name in names]
         return any(
             _is_divided_slot(variable, is_sharded)
             if slot is None
-            else isinstance(slot, DividedElements)
+            else slot._placement.ranges is not None
             for slot in found
         )
 
@@ -132,7 +128,7 @@ def _is_divided_slot(variable: Variable, is_sharded: bool) -> bool:
     """Return whether `zero_slot` divides the slots of `variable` over ranks."""
     # Those of a central variable are shared already.
     is_mirrored = isinstance(variable, MirroredVariable)
-    return is_sharded and is_mirrored and not isinstance(variable, CentralVariable)
+    return is_sharded and is_mirrored and not variable._placement.is_divided
 
 
 def zero_slot(variable: Variable, name: str, is_sharded: bool = False) -> Variable:
@@ -144,7 +140,8 @@ def zero_slot(variable: Variable, name: str, is_sharded: bool = False) -> Variab
         if _is_divided_slot(variable, is_sharded):
             check_can_shard_slots(name, owner)
             zeros = InitialValue.zeros(variable.shape, dtype, 1)
-            return FlatShardedVariable(zeros, trainable=False, name=name)
+            zeros.is_flat = True
+            return Variable(zeros, trainable=False, name=name)
         return variable._zeros(name, dtype)
 
 

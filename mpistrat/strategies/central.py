@@ -18,7 +18,8 @@ from mpistrat.strategies.extended import StrategyExtended
 from mpistrat.strategies.groups import RankGroups
 from mpistrat.strategies.mpi import MPIStrategy
 from mpistrat.values import mirror
-from mpistrat.variables import CentralVariable, Variable, take_node_memory
+from mpistrat.variables import Variable
+from mpistrat.variables.placement import NodeMemory, take_node_memory
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -29,15 +30,13 @@ _ALIGNMENT = 64
 class CentralExtended(StrategyExtended):
     """Keeps variables in memory that all ranks of the node share."""
 
-    _kind_of_variables = "central"
+    _placement = NodeMemory
 
     def __init__(self, collectives: Collectives, groups: RankGroups | None = None) -> None:
         super().__init__(collectives, groups)
         # The ranks wait for each other by their agreement, whatever MPISTRAT_CHECKS says.
         collectives.channel.checks = True
-        self._central: weakref.WeakValueDictionary[int, CentralVariable] = (
-            weakref.WeakValueDictionary()
-        )
+        self._central: weakref.WeakValueDictionary[int, Variable] = weakref.WeakValueDictionary()
         """What `close` takes the memory from."""
 
     def _copied_for(self, container: Any) -> StrategyExtended:
@@ -46,14 +45,16 @@ class CentralExtended(StrategyExtended):
         twin._central = weakref.WeakValueDictionary()
         return twin
 
-    def _note_central(self, variable: CentralVariable) -> None:
+    def _note_variable(self, variable: Variable) -> None:
         """Have `close` take the memory of `variable`."""
-        self._central[id(variable)] = variable
+        if _node_memory(variable) is not None:
+            self._central[id(variable)] = variable
 
     def _close(self) -> None:
         super()._close()
         for variable in list(self._central.values()):
-            variable._lose_storage()
+            variable._storage = np.empty(0, variable.dtype)
+            variable._placement.lose_copies()
         self._central.clear()
 
     @property
@@ -74,7 +75,8 @@ class CentralExtended(StrategyExtended):
         **Collective**. The result travels as pickle between the ranks of the job, and an error is
         everyone's. A SyncOnRead variable is updated on each rank: see `StrategyExtended.update`.
         """
-        if not isinstance(var, CentralVariable) or var.strategy is not self._container:
+        is_ours = isinstance(var, Variable) and var.strategy is self._container
+        if not is_ours or _node_memory(var) is None:
             return super().update(var, fn, args, kwargs, group)
         context.require_cross_replica(self._container, "update")
         what = f"update of variable {var.name!r}"
@@ -85,7 +87,7 @@ class CentralExtended(StrategyExtended):
                 result = context.result_in_update_context(
                     self._container, what, fn, (var,), args, dict(kwargs or {})
                 )
-        var._note_written()
+        var._placement.note_written()
         if collectives.size > 1:
             result = broadcast_object(collectives, "update", result, 0)
         return mirror(result) if group else (result,)
@@ -95,19 +97,21 @@ class CentralExtended(StrategyExtended):
         given = list(variables)
         for variable in given:
             self._check_is_ours("gradient_buffers", variable)
-        central = [each for each in given if isinstance(each, CentralVariable)]
-        missing = [each for each in central if each.stage is None]
+        missing = [
+            each for each in given if _node_memory(each) is not None and not each._placement.stage
+        ]
         if missing:
             self._make_stages(missing)
         rank, buffers = self._collectives.rank, []
         for variable in given:
-            if isinstance(variable, CentralVariable) and variable.stage is not None:
-                buffers.append(variable.stage[rank].reshape(variable.shape))
+            stage = variable._placement.stage
+            if stage is not None:
+                buffers.append(stage[rank].reshape(variable.shape))
             else:
                 buffers.append(np.zeros(variable.shape, variable.dtype))
         return buffers
 
-    def _make_stages(self, variables: Sequence[CentralVariable]) -> None:
+    def _make_stages(self, variables: Sequence[Variable]) -> None:
         """Give each of `variables` a buffer on every rank. **Collective**."""
         lengths = [each._storage.nbytes for each in variables]
         padded = [-(-length // _ALIGNMENT) * _ALIGNMENT for length in lengths]
@@ -118,8 +122,16 @@ class CentralExtended(StrategyExtended):
         begin = 0
         for variable, length, step in zip(variables, lengths, padded, strict=True):
             starts = [of_rank * num_bytes + begin for of_rank in range(size)]
-            variable._set_stage([memory[start : start + length] for start in starts])
+            placement = _node_memory(variable)
+            assert placement is not None
+            buffers = [memory[start : start + length] for start in starts]
+            placement.set_stage(buffers, variable.dtype)
             begin += step
+
+
+def _node_memory(variable: Variable) -> NodeMemory | None:
+    placement = variable._placement
+    return placement if isinstance(placement, NodeMemory) else None
 
 
 class CentralStorageStrategy(MPIStrategy):

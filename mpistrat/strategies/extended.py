@@ -52,10 +52,13 @@ from mpistrat.values import (
 )
 from mpistrat.variables import (
     MirroredVariable,
+    ShardedVariable,
+    SyncOnReadVariable,
     Variable,
     check_replicas_agree,
     variables_to_compare,
 )
+from mpistrat.variables.placement import Axis, Flat, Rows, Whole
 
 if TYPE_CHECKING:
     from mpistrat.data import Dataset, DistributedDataset
@@ -442,25 +445,29 @@ class StrategyExtended(ExtendedV1):
 
     _is_remote = False
     """Whether variables lie on other ranks, which this one asks by messages."""
-    _kind_of_variables = "mirrored"
-    """Of those that are written together and not cut."""
-    _kind_of_counters = "mirrored"
-    """Of variables that all ranks change alike without a message."""
-    _kind_on_read = "on_read"
-    """Of SyncOnRead variables."""
+    _placement: type[Whole] = Whole
+    """Of mirrored variables that are neither cut nor counters."""
     _variable_partitioner: Callable[..., Any] | None = None
     """What is asked into how many parts a variable is cut."""
 
-    def _kind_of_variable(self, initial: Any, on_read: bool) -> str:
-        """Return the kind of a new variable, by the name that its class has registered."""
+    def _kind_of_variable(self, initial: Any, on_read: bool) -> tuple[type[Variable], type[Whole]]:
+        """Return the class and the placement of a new variable."""
         if on_read:
-            return "split_on_read" if initial.is_split else self._kind_on_read
+            return SyncOnReadVariable, Axis if initial.is_split else Whole
+        if initial.is_flat:
+            return ShardedVariable, Flat
         if initial.is_cut_by(self._variable_partitioner):
-            return "sharded"
-        if initial.is_replicated:
-            return self._kind_of_counters
-        kind = self._kind_of_variables
-        return "split" if initial.is_split and kind == "mirrored" else kind
+            return ShardedVariable, Rows
+        if initial.is_replicated:  # every rank changes it alike, without a message
+            return MirroredVariable, Whole
+        is_split = initial.is_split and self._placement is Whole
+        return MirroredVariable, Axis if is_split else self._placement
+
+    def _note_variable(self, variable: Variable) -> None:
+        """Do what is needed for a variable that was made, or whose copy was."""
+
+    def _check_may_copy(self, variable: Variable) -> None:
+        """Refuse to copy a SyncOnRead variable where that cannot be."""
 
     def _note_optimizer(self, optimizer: Any) -> None:
         """Do what is needed for a new optimizer, which all ranks make."""
@@ -499,6 +506,10 @@ class StrategyExtended(ExtendedV1):
     def _own_of(self, of_replicas: Sequence[Any]) -> Any:
         """Return the item of the replica that runs, of one for each replica of this rank."""
         return of_replicas[0]
+
+    def _running_of(self, of_replicas: Sequence[Any]) -> Sequence[Any]:
+        """Return the item of the replica that runs, outside of all those of this rank."""
+        return of_replicas
 
     def _each_own(self, make: Callable[[], Any]) -> list[Any]:
         """Return one item for each replica of this rank."""

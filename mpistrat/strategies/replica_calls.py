@@ -15,7 +15,7 @@ from mpistrat.strategies.replica_group import ReplicaGroup
 from mpistrat.system.callsite import failure_site
 from mpistrat.tracing.spans import span
 from mpistrat.values import DistributedValues, LocalReplicas, Mirrored, PerReplica, is_value
-from mpistrat.variables import ReplicatedOnRead, Variable
+from mpistrat.variables import SyncOnReadVariable, Variable
 
 
 def component_of(group: ReplicaGroup, kind: str) -> Callable[..., Any]:
@@ -155,7 +155,7 @@ def _part(group: ReplicaGroup, position: int, leaf: Any) -> Any:
     """Return what one replica gets of a leaf that `merge_fn` returns."""
     if isinstance(leaf, LocalReplicas):
         return leaf.values[position]
-    if isinstance(leaf, ReplicatedOnRead):
+    if isinstance(leaf, SyncOnReadVariable):
         return leaf.values[position]
     if isinstance(leaf, DistributedValues):
         leaf = leaf.values[0]

@@ -32,7 +32,7 @@ from mpistrat.strategies.replica_group import ReplicaGroup
 from mpistrat.system.callsite import failure_site
 from mpistrat.tracing.spans import span
 from mpistrat.values import DistributedValues, LocalReplicas, PerReplica, is_value
-from mpistrat.variables import ReplicatedOnRead, Variable
+from mpistrat.variables import SyncOnReadVariable, Variable
 
 if TYPE_CHECKING:
     from mpistrat.data import Dataset, DistributedDataset
@@ -43,10 +43,6 @@ class ReplicatedExtended(StrategyExtended):
 
     In replica context `_collectives` are those of the replica that runs, else those of the ranks.
     """
-
-    _kind_of_variables = "replicated"
-    _kind_of_counters = "replicated"
-    _kind_on_read = "replicated_on_read"
 
     def _set_ranks(self, collectives: Collectives, groups: RankGroups) -> None:
         self._groups, self._shards = groups, groups.shards
@@ -121,6 +117,9 @@ class ReplicatedExtended(StrategyExtended):
 
     def _own_of(self, of_replicas: Sequence[Any]) -> Any:
         return of_replicas[self._group.turn or 0]
+
+    def _running_of(self, of_replicas: Sequence[Any]) -> Sequence[Any]:
+        return of_replicas if self._group.turn is None else [self._own_of(of_replicas)]
 
     def _each_own(self, make: Callable[[], Any]) -> list[Any]:
         return [make() for _ in self._group.ids]
@@ -204,7 +203,7 @@ class ReplicatedExtended(StrategyExtended):
 
         For a SyncOnRead variable once for each replica of this rank.
         """
-        if not isinstance(var, ReplicatedOnRead):
+        if not isinstance(var, SyncOnReadVariable):
             return super().update(var, fn, args, kwargs, group)
         context.require_cross_replica(self._container, "update")
         self._check_is_ours("update", var)

@@ -29,7 +29,8 @@ from collections.abc import Iterator
 from mpistrat.strategies.extended import StrategyExtended
 from mpistrat.variables import Variable
 from mpistrat.variables.parameter_client import Part
-from mpistrat.variables.remote import RemoteVariable
+from mpistrat.variables.placement import Remote, Whole
+from mpistrat.variables.remote import RemoteShardedVariable, RemoteVariable
 
 
 class Phase(enum.Enum):
@@ -384,9 +385,9 @@ class ServerExtended(StrategyExtended):
     def _variable_partitioner(self, partitioner: Callable[..., Sequence[int]] | None) -> None:
         self._partitioner = partitioner
 
-    def _kind_of_variable(self, initial: Any, on_read: bool) -> str:
+    def _kind_of_variable(self, initial: Any, on_read: bool) -> tuple[type[Variable], type[Whole]]:
         is_cut = initial.is_cut_by(None if on_read else self._variable_partitioner)
-        return "remote sharded" if is_cut else "remote"
+        return RemoteShardedVariable if is_cut else RemoteVariable, Remote
 
     def _placed(self, name: str, ranges: Sequence[range], is_everywhere: bool) -> tuple[Part, ...]:
         """Return the parts of a new variable with these rows. Equal on all ranks."""

@@ -49,6 +49,10 @@ class InitialValue:
         """Whether fresh memory has it already."""
         self.is_replicated = False
         """Whether each rank needs it in memory of its own, whatever the strategy."""
+        self.is_flat = False
+        """Whether the ranks divide its elements, whatever the shape."""
+        self.placement: Any = None
+        """The class of the placement that the strategy has chosen."""
         try:
             if shape is not None:
                 self.shape = tuple(as_integer("shape", each, 0) for each in shape)

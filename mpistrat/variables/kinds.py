@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from mpistrat import context
-from mpistrat.arrays import Array, host_view, namespace_of, pieces
-from mpistrat.collectives.collectives import CollectiveCall, Collectives
+from mpistrat.arrays import Array, host_view, namespace_of, pieces, place
+from mpistrat.collectives.collectives import Collectives
 from mpistrat.collectives.operations.broadcast import broadcast
 from mpistrat.options import ReduceOp, VariableAggregation
+from mpistrat.sharding import replicas_of_ranks
 from mpistrat.user_warnings import empty_parts
-from mpistrat.values import PerReplica
+from mpistrat.values import PerReplica, register_storage
+from mpistrat.variables.placement import read_only
 from mpistrat.variables.variable import Variable
 from mpistrat.variables.writes import ASSIGN, DenseWrite, Write
 
@@ -36,18 +39,22 @@ class WrittenTogether(Variable):
 
     def _write_in_context(self, write: Write, value: Any) -> None:
         kind = context.mode_for(self._strategy, f"The variable {self.name!r}")
-        if kind is context.Kind.UPDATE:
-            self._write_locally(write, value)
+        if kind is context.Kind.REPLICA:
+            merged = self._merged(write, value)
+            self.strategy.extended._once(lambda: self._apply(write, merged))
         elif kind is context.Kind.CROSS_REPLICA:
-            write.apply(self._own_storage, self._agreed(write, value))
-            self._settle()
+            self._ranks.as_unit(
+                f"Variable.{write.how}",
+                lambda: self._apply(write, self._agreed(write, value)),
+                writes=(self,),
+            )
         else:
-            write.apply(self._own_storage, self._merged(write, value))
-            self._settle()
+            self._write_locally(write, value)
 
-    def _merge(self, call: CollectiveCall, write: Write, value: Any) -> Any:
-        """Return what the replicas' checked values amount to here. **Collective**."""
-        return write.merged(call, self._target, value)
+    def _apply(self, write: Write, own: Any) -> None:
+        """Do the `write` of this rank's share of a value, wherever others read it."""
+        write.apply(self._own_storage, own)
+        self._settle()
 
     def _agreed(self, write: Write, value: Any) -> Any:
         with self._collectives_of_writes.call(f"Variable.{write.how}", self.name) as call:
@@ -58,7 +65,7 @@ class WrittenTogether(Variable):
                     "strategy.run? Write inside of it, or reduce the value first."
                 )
             checked = write.checked(self._target, value)
-            own = self._apart(self._own(checked))
+            own = self._placement.apart(self._placement.own(checked), self._storage)
             call.include_values(map(host_view, write.arrays(checked)))
             call.agree("one value", write.signature(checked))
         return own
@@ -74,37 +81,50 @@ class WrittenTogether(Variable):
                 )
             checked = write.checked(self._target, value)
             warn_of_nan(self, write, checked)
-            return self._merge(call, write, self._apart(checked))
-
-    def _apart(self, value: Any) -> Any:
-        """Return a checked `value` in memory that no other rank writes to."""
-        return value
-
-    @property
-    def _collectives(self) -> Collectives:
-        collectives: Collectives = self.strategy.extended._collectives
-        return collectives
-
-    @property
-    def _collectives_of_writes(self) -> Collectives:
-        """Those of the ranks that give the same value in cross-replica context."""
-        return self._collectives
+            apart = self._placement.apart(checked, self._storage)
+            return self._placement.merge(call, write, self._target, apart)
 
 
-class MirroredVariable(WrittenTogether, kind="mirrored"):
-    """A variable of which every rank holds all, and whose every write reaches every replica."""
+class MirroredVariable(WrittenTogether):
+    """A variable that each replica reads alone, and whose every write reaches every replica."""
 
 
+_READ = "read of SyncOnRead variable"
 _SAVE = "save of SyncOnRead variable"
 _BYTES_REDUCED_AT_ONCE = 2**22
 """So that a save needs little memory in addition to the result, whatever way the values take."""
 
 
-class SyncOnReadVariable(Variable, kind="on_read"):
+class SyncOnReadVariable(Variable):
     """A variable that each replica reads and writes alone.
 
     A read in cross-replica context aggregates the components over replicas.
     """
+
+    _components: Sequence[Array]
+    """Those of the replicas of this rank, in their order."""
+
+    def _keep(self, storage: Array) -> None:
+        others = self.strategy.extended._each_own(storage.copy)[1:]
+        self._keep_components([storage, *others])
+        self.strategy.extended._note_variable(self)
+
+    def _keep_components(self, components: Sequence[Array]) -> None:
+        """Have `components` as those of the replicas that this rank has now."""
+        self._components, self._storage = components, components[0]
+        for each in components:
+            register_storage(each, self)
+
+    @property
+    def _component(self) -> Array:
+        """The component of the replica that runs; outside of all, that of the first one here."""
+        own: Array = self.strategy.extended._own_of(self._components)
+        return own
+
+    @property
+    def values(self) -> tuple[Array, ...]:
+        """The components on this rank, in order of the replicas. Local."""
+        return tuple(map(read_only, self.strategy.extended._running_of(self._components)))
 
     def value(self) -> Array:
         """Return the local component, or the aggregated value in cross-replica context.
@@ -117,21 +137,39 @@ class SyncOnReadVariable(Variable, kind="on_read"):
             In cross-replica context, if the aggregation is NONE.
         """
         if self._kind() is not context.Kind.CROSS_REPLICA:
-            return super().value()
-        with self._replicas.call("read of SyncOnRead variable", self.name) as call:
+            return read_only(self._component)
+        value: Array = self._ranks.as_unit(_READ, lambda: self._on_replicas(self._value_of_all))
+        return value
+
+    def _value_of_all(self) -> Array:
+        with self._replicas.call(_READ, self.name) as call:
             self._check_can_aggregate("read")
             if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-                return broadcast(call, self._storage)
-            (value,) = call.all_reduce(ReduceOp[self.aggregation.name], [self._storage])
+                return broadcast(call, self._component)
+            (value,) = call.all_reduce(ReduceOp[self.aggregation.name], [self._component])
         return value
 
     def _write_in_context(self, write: Write, value: Any) -> None:
-        if self._kind() is not context.Kind.CROSS_REPLICA:
-            self._check_is_dense(write)
-            checked = write.checked(self._target, value)
-            warn_of_nan(self, write, checked)
-            write.apply(self._storage, checked)
-            return
+        kind = self._kind()
+        if kind is context.Kind.REPLICA:
+            self._write_component(write, value)
+        elif kind is context.Kind.UPDATE:
+            self._on_replicas(lambda: self._write_component(write, value))
+        else:
+            self._ranks.as_unit(
+                f"Variable.{write.how}",
+                lambda: self._on_replicas(lambda: self._write_of_all(write, value)),
+                writes=True,
+            )
+
+    def _write_component(self, write: Write, value: Any) -> None:
+        self._check_is_dense(write)
+        checked = write.checked(self._target, value)
+        warn_of_nan(self, write, checked)
+        write.apply(self._component, checked)
+
+    def _write_of_all(self, write: Write, value: Any) -> None:
+        """Write this replica's share of one value that all ranks give. **Collective**."""
         with self._collectives_of_writes.call(f"Variable.{write.how}", self.name) as call:
             self._check_is_dense(write)
             if isinstance(value, PerReplica):
@@ -149,7 +187,10 @@ class SyncOnReadVariable(Variable, kind="on_read"):
             share = self._share(checked)
             call.include_values(map(host_view, write.arrays(checked)))
             call.agree("one value", write.signature(share))
-        write.apply(self._storage, share)
+        write.apply(self._component, share)
+
+    def _on_replicas(self, function: Callable[[], Any]) -> Any:
+        return self.strategy.extended._on_replicas(function)
 
     def _check_is_dense(self, write: Write) -> None:
         if not isinstance(write, DenseWrite):
@@ -162,7 +203,7 @@ class SyncOnReadVariable(Variable, kind="on_read"):
         """Return this replica's component of the one value `array`."""
         if self.aggregation is not VariableAggregation.SUM:
             return array
-        layout = self._collectives.layout
+        layout = self._ranks.layout
         size, replica_id = layout.num_replicas, layout.replica_id
         if self.dtype.kind == "b":
             raise ValueError(f"The bool variable {self.name!r} cannot be divided under SUM.")
@@ -188,28 +229,21 @@ class SyncOnReadVariable(Variable, kind="on_read"):
             )
 
     @property
-    def _collectives(self) -> Collectives:
-        collectives: Collectives = self.strategy.extended._collectives
-        return collectives
-
-    @property
     def _replicas(self) -> Collectives:
         replicas: Collectives = self.strategy.extended._replicas
         return replicas
 
-    @property
-    def _collectives_of_writes(self) -> Collectives:
-        """Those of the ranks that give the same value in cross-replica context."""
-        return self._collectives
+    def _component_to_save(self) -> Array | None:
+        """Return the aggregate on the first replica, ``None`` elsewhere. **Collective**."""
+        value: Array | None = self._on_replicas(self._aggregated)
+        return value
 
-    def _save_value(self) -> Array | None:
-        """Return the aggregated value on rank 0, ``None`` elsewhere. **Collective**."""
-        return self._aggregated(self._collectives.rank == 0)
-
-    def _aggregated(self, is_wanted: bool) -> Array | None:
-        """Return the aggregate where it `is_wanted`, on the first replica. **Collective**."""
+    def _aggregated(self) -> Array | None:
+        ranks = self._ranks
+        is_split = self._split_axis is not None
+        is_wanted = (ranks.layout.replica_id if is_split else ranks.rank) == 0
         is_first = self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA
-        value = self._storage if is_wanted else None
+        value = self._component if is_wanted else None
         with self._replicas.call(_SAVE, self.name) as call:
             self._check_can_aggregate("checkpoint")
             if is_wanted and not is_first:
@@ -222,17 +256,56 @@ class SyncOnReadVariable(Variable, kind="on_read"):
     def _reduce_to(self, value: Array | None) -> None:
         """Write the components' aggregate to `value`, where it is there. **Collective**."""
         begin = 0
-        for piece in pieces(self._storage, _BYTES_REDUCED_AT_ONCE):
+        for piece in pieces(self._component, _BYTES_REDUCED_AT_ONCE):
             with self._replicas.call(_SAVE, self.name) as call:
                 reduced = call.reduce(ReduceOp[self.aggregation.name], [piece], 0)
             if value is not None and reduced is not None:
                 value.reshape(-1)[begin : begin + piece.size] = reduced[0]
             begin += piece.size
 
-    def _own_part(self, array: np.ndarray) -> np.ndarray:
-        own: np.ndarray = self._share(array)
-        return own
+    @property
+    def _saves_components(self) -> bool:
+        """Whether files have the components of all replicas beside the aggregate."""
+        return bool(self._ranks.arithmetic)
+
+    def _components_for_root(self) -> np.ndarray | None:
+        """Return the components of all replicas on rank 0, ``None`` elsewhere. **Collective**."""
+        ranks, layout = self._ranks, self._ranks.layout
+        own = np.stack([host_view(each) for each in self._components])
+        shares = replicas_of_ranks(layout.num_replicas, layout.num_ranks)
+        counts = [len(share) * own[0].size for share in shares]
+        with ranks.call(_SAVE, self.name) as call:
+            call.agree("components", str(self.dtype), self.shape)
+            with call.moving():
+                gathered = ranks.channel.transport.gather(own.reshape(-1), counts, 0)
+        return None if gathered is None else gathered.reshape(layout.num_replicas, *self.shape)
+
+    def _load_components(self, components: Mapping[int, np.ndarray]) -> None:
+        """Set the components from those of at least this rank's replicas. **Local**."""
+        ids, device = self._replica_ids, self._target.device
+
+        def load() -> None:
+            for replica, storage in zip(ids, self._components, strict=True):
+                storage[...] = place(components[replica], device)
+
+        self._ranks.as_unit("restore", load, writes=True)
 
     def _load_value(self, array: np.ndarray) -> None:
-        """Set this replica's component: value / N under SUM, else the value."""
-        ASSIGN.apply(self._storage, self._share(ASSIGN.checked(self._target, array)))
+        """Set the component of each replica here: value / N under SUM, else the value."""
+        load = super()._load_value
+        self._ranks.as_unit("restore", lambda: self._on_replicas(lambda: load(array)), writes=True)
+
+    def _load_piece(self, start: int, piece: np.ndarray) -> None:
+        load = super()._load_piece
+        self._on_replicas(lambda: load(start, piece))
+
+    def _own_part(self, array: Any) -> Any:
+        return self._share(array)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SyncOnReadVariable:
+        self.strategy.extended._check_may_copy(self)
+        twin = object.__new__(type(self))
+        vars(twin).update(vars(self))
+        memo[id(self)] = twin
+        twin._keep_components([each.copy() for each in self._components])
+        return twin

@@ -12,28 +12,27 @@ import numpy as np
 import numpy.typing as npt
 
 from mpistrat import context
-from mpistrat.arrays import Array, Device, host_view
-from mpistrat.collectives.collectives import CollectiveCall, Collectives
+from mpistrat.arrays import Array, host_view
+from mpistrat.collectives.collectives import CollectiveCall
 from mpistrat.collectives.reduction import dtype_name
 from mpistrat.sharding import cut, part_lengths
 from mpistrat.values import IndexedSlices, PerReplica
-from mpistrat.variables.divided import BYTES_PER_PIECE
 from mpistrat.variables.initial import InitialValue
 from mpistrat.variables.parameter_client import ParameterClient, Part
 from mpistrat.variables.parameter_store import WRITES, Operation, Request, slot_key
+from mpistrat.variables.placement import BYTES_PER_PIECE, Remote
 from mpistrat.variables.sharded import ShardedVariable, rows_named_by
 from mpistrat.variables.variable import Variable
 from mpistrat.variables.writes import DenseWrite, Write
 
 
-class RemoteVariable(Variable, kind="remote"):
+class RemoteVariable(Variable):
     """A variable of `ParameterServerStrategy`, whose memory is on one rank.
 
     A read gives a copy of the value as it is at one moment. A write is one message, and exact
     whatever other ranks do; to read, add and write back is three steps, and others come between.
     """
 
-    _is_remote = True
     _parts: tuple[Part, ...]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -59,6 +58,7 @@ class RemoteVariable(Variable, kind="remote"):
             agreed.agree(f"on ranks {places}", (dtype_name(dtype), shape), modes)
             for part in self._parts:
                 self._begin_part(agreed, part, shape, initial, whole)
+        self._placement = Remote(shape, is_in_parts=self._is_sharded)
         return np.empty(0, dtype), shape
 
     def _begin_part(
@@ -92,9 +92,6 @@ class RemoteVariable(Variable, kind="remote"):
                         received = np.empty(own, whole.dtype)
                         comm.Recv(_bytes_of(received), 0)
                         store.add(part.key, received)
-
-    def _home(self, collectives: Collectives) -> Device:
-        return Device("cpu")
 
     def _keep(self, storage: Array) -> None:
         """Keep nothing: what this rank holds is in its store."""
@@ -311,7 +308,7 @@ class RemoteVariable(Variable, kind="remote"):
         )
 
 
-class RemoteShardedVariable(RemoteVariable, ShardedVariable, kind="remote sharded"):
+class RemoteShardedVariable(RemoteVariable, ShardedVariable):
     """A sharded variable of `ParameterServerStrategy`, whose parts lie on the servers in turn."""
 
     @property

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from abc import ABCMeta
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, SupportsIndex, TypeAlias
 
 import numpy as np
@@ -27,13 +28,13 @@ from mpistrat.arrays import (
     taken,
 )
 from mpistrat.collectives.collectives import CollectiveCall, Collectives
-from mpistrat.collectives.operations.broadcast import broadcast
 from mpistrat.cuda_api import ForNumPy
 from mpistrat.options import VariableAggregation, VariableSynchronization
 from mpistrat.system.text import html_table, readable_size, small_values
 from mpistrat.values import DistributedValues, IndexedSlices, register_storage
 from mpistrat.variables.initial import InitialValue
 from mpistrat.variables.names import default_name, note_given_name
+from mpistrat.variables.placement import Making, Whole, read_only
 from mpistrat.variables.scatter import (
     BATCH_SCATTER_UPDATE,
     SCATTER_ADD,
@@ -143,19 +144,13 @@ class Variable(NDArrayOperatorsMixin, metaclass=_MadeTogether):
     >>> changed = weight.batch_scatter_update(ms.IndexedSlices(np.ones((2, 1)), [[0], [1]]))
     """
 
-    _kinds: ClassVar[dict[str, type[Variable]]] = {}
-    """The kinds of distributed variables."""
-    _is_remote: ClassVar[bool] = False
-    """Whether its memory may be on another rank."""
     _initial: InitialValue
     """While the variable is being made."""
+    _is_sharded: ClassVar[bool] = False
+    _placement: Whole
+    """Which elements this rank stores and updates."""
     _storage: Array
     """The local component, in C order, which optimizers and checkpoints update in place."""
-
-    def __init_subclass__(cls, *, kind: str = "") -> None:
-        super().__init_subclass__()
-        if kind:
-            Variable._kinds[kind] = cls
 
     def __new__(
         cls,
@@ -176,7 +171,7 @@ class Variable(NDArrayOperatorsMixin, metaclass=_MadeTogether):
             initial = InitialValue(initial_value, shape, dtype, split_axis)
         if cls is Variable and frame is not None and frame.strategy.extended._distributes_variables:
             on_read = synchronization is VariableSynchronization.ON_READ
-            cls = Variable._kinds[frame.strategy.extended._kind_of_variable(initial, on_read)]
+            cls, initial.placement = frame.strategy.extended._kind_of_variable(initial, on_read)
         self = object.__new__(cls)
         self._initial = initial
         return self
@@ -211,7 +206,7 @@ class Variable(NDArrayOperatorsMixin, metaclass=_MadeTogether):
             self._split_axis = initial.split_axis(self._name)
             value, whole_shape = self._begin(call, initial)
         # A counter is read by Python at each step, which would wait for the device.
-        device = Device("cpu") if initial.is_replicated else self._home(collectives)
+        device = _HOST if initial.is_replicated else self._placement.device(collectives.device)
         storage = place(value, device)
         note_given_name(self._strategy, self._name)
         self._target = Target(
@@ -228,17 +223,17 @@ class Variable(NDArrayOperatorsMixin, metaclass=_MadeTogether):
         """Have `storage` as the memory of this variable."""
         self._storage = storage
         register_storage(storage, self)
+        if self._strategy is not None:
+            self._strategy.extended._note_variable(self)
 
     def _begin(
         self, call: CollectiveCall, initial: InitialValue
     ) -> tuple[np.ndarray, tuple[int, ...]]:
-        """Return the local component at the start, and the shape of the whole. **Collective**."""
-        value = initial.whole(self._name)
-        return broadcast(call, value, self._checked_modes(value.dtype)), value.shape
-
-    def _home(self, collectives: Collectives) -> Device:
-        """Return where the storage is to lie."""
-        return collectives.device
+        """Return the local component at the start, and the shape of values. **Collective**."""
+        extended = None if self._strategy is None else self._strategy.extended
+        making = Making(self._name, extended, self._split_axis, self._checked_modes)
+        self._placement, value, shape = (initial.placement or Whole).make(call, initial, making)
+        return value, shape
 
     def _checked_modes(self, dtype: np.dtype) -> tuple[object, ...]:
         """Return what the ranks must agree on besides shape and dtype."""
@@ -253,15 +248,19 @@ class Variable(NDArrayOperatorsMixin, metaclass=_MadeTogether):
     @property
     def _own_storage(self) -> Array:
         """The memory that this rank updates in place."""
-        return self._storage
+        return self._placement.own_storage(self._component)
 
     @property
     def storage(self) -> Array:
-        """The memory of the local component, writable: replicas may drift apart there. Local."""
-        return self._storage
+        """The memory of the local component, writable: replicas may drift apart there. Local.
+
+        That of a `CentralStorageStrategy` is one for all ranks, which nothing keeps in step.
+        """
+        return self._placement.memory(self._component)
 
     def _settle(self) -> None:
         """Do what is needed once this rank has updated its `_own_storage`."""
+        self._placement.settle(self._name)
 
     @property
     def name(self) -> str:
@@ -277,8 +276,7 @@ class Variable(NDArrayOperatorsMixin, metaclass=_MadeTogether):
     @property
     def full_shape(self) -> tuple[int, ...]:
         """Shape of the whole, of which a split variable's `shape` is this rank's part. Local."""
-        shape: tuple[int, ...] = self._target.shape
-        return shape
+        return self._placement.shape
 
     @property
     def split_axis(self) -> int | None:
@@ -314,13 +312,19 @@ class Variable(NDArrayOperatorsMixin, metaclass=_MadeTogether):
     @property
     def device(self) -> str:
         """The full string of the device that holds the local component. Local."""
-        task: int = 0 if self._strategy is None else self._strategy.rank
-        return str(self._target.device.on_task(task))
+        rank: int = 0 if self._strategy is None else self._strategy.rank
+        return str(self._target.device.on_task(self._placement.task(rank)))
 
     @property
     def values(self) -> tuple[Array, ...]:
-        """The components on this rank: a tuple with one read-only view. Local."""
-        return (Variable.value(self),)
+        """The components on this rank: one read-only view for each of its replicas. Local."""
+        view = (Variable.value(self),)
+        return view if self._strategy is None else view * len(self._replica_ids)
+
+    @property
+    def _replica_ids(self) -> range:
+        ids: range = self.strategy.extended.local_replica_ids
+        return ids
 
     def value(self) -> Array:
         """Return the value as a read-only view of the storage, without a copy.
@@ -329,7 +333,7 @@ class Variable(NDArrayOperatorsMixin, metaclass=_MadeTogether):
         **Local**, except for SyncOnRead variables in cross-replica context: there the components
         are aggregated, which is **Collective**, and the result is a new array.
         """
-        return read_only(self._storage)
+        return self._placement.view(self._storage)
 
     def read_value(self) -> Array:
         """Return a snapshot of `value()`, on the device. Collective where that is."""
@@ -386,42 +390,76 @@ class Variable(NDArrayOperatorsMixin, metaclass=_MadeTogether):
         self._write_locally(write, value)
 
     def _write_locally(self, write: Write, value: Any) -> None:
-        write.apply(self._storage, write.checked(self._target, value))
+        storage = self._placement.memory(self._component)
+        write.apply(storage, write.checked(self._target, value))
+        self._placement.note_written()
 
     def _save_value(self) -> Array | None:
         """Return what a checkpoint stores: an array on rank 0, which other ranks may have too."""
         # It may be the variable's storage. For SyncOnRead variables this is collective.
+        if not self._placement.is_in_parts:
+            return self._component_to_save()
+        whole = np.empty(self.full_shape, self.dtype) if self._ranks.rank == 0 else None
+        begin = 0
+        for piece in self._pieces_for_root():
+            if whole is not None and piece is not None:
+                whole.reshape(-1)[begin : begin + piece.size] = piece
+                begin += piece.size
+        return whole
+
+    def _component_to_save(self) -> Array | None:
+        """Return what this rank stores of what is saved. **Collective** for SyncOnRead ones."""
         return self._storage
+
+    def _pieces_for_root(self) -> Iterator[np.ndarray | None]:
+        """Yield the elements in their order, some at a time, on rank 0. **Collective**."""
+        own = self._component_to_save()
+        yield from self._placement.pieces(self._ranks, self._name, self.dtype, own)
 
     def _load_value(self, array: np.ndarray) -> None:
         """Set the variable from what a checkpoint has stored. **Local**, on every rank alike."""
-        self._write_locally(ASSIGN, array)
+        target = self._target
+        if self._split_axis is not None:
+            target = dataclasses.replace(target, shape=self.full_shape)
+        value = self._own_part(ASSIGN.checked(target, array))
+        self._placement.load_all(self._component, value)
 
     def _load_piece(self, start: int, piece: np.ndarray) -> None:
         """Set a part of what `_load_value` sets, from element `start` of the flat value on."""
-        flat = self._storage.reshape(-1)
-        flat[start : start + piece.size] = place(self._own_part(piece), self._target.device)
+        own, device = self._own_part(piece), self._target.device
+        self._placement.load(self._component, start, own, device)
 
-    def _own_part(self, array: np.ndarray) -> np.ndarray:
+    def _own_part(self, array: Any) -> Any:
         """Return what this replica holds of a stored value."""
         return array
 
-    def _own(self, value: Any) -> Any:
-        """Return what of a `value` of the whole, or of slices, this rank writes."""
-        return value
+    @property
+    def _ranks(self) -> Collectives:
+        """The collectives of all ranks."""
+        ranks: Collectives = self.strategy.extended._collectives
+        return ranks
+
+    @property
+    def _collectives_of_writes(self) -> Collectives:
+        """Those of the ranks that give the same value in cross-replica context."""
+        # Each rank of a replica has values of its own for its part of a split variable.
+        extended = self.strategy.extended
+        ranks: Collectives
+        ranks = extended._collectives if self._split_axis is None else extended._replicas
+        return ranks
 
     def _zeros(self, name: str, dtype: np.dtype) -> Variable:
         """Return a new variable of zeros that lies as this one does. **Collective** where it is."""
-        return Variable(
-            InitialValue.zeros(self.shape, dtype, self._num_parts), trainable=False, name=name
-        )
+        zeros = InitialValue.zeros(self.full_shape, dtype, self._num_parts, self._split_axis)
+        zeros.is_always_cut = self._is_sharded
+        return Variable(zeros, trainable=False, name=name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
         twin = object.__new__(type(self))  # __new__ would choose the kind by the context
         vars(twin).update(vars(self))
-        twin._storage = self._storage.copy()
-        register_storage(twin._storage, twin)
         memo[id(self)] = twin
+        twin._placement, storage = self._placement.copied(self._name, self._storage)
+        twin._keep(storage)
         return twin
 
     def scatter_add(self, sparse_delta: IndexedSlices, read_value: bool = True) -> Array | None:
@@ -654,14 +692,15 @@ class Variable(NDArrayOperatorsMixin, metaclass=_MadeTogether):
 
     def _shown_values(self) -> str | None:
         """Return the local component as text, if it is short. Local."""
-        return small_values(self._storage)
+        return small_values(self._component)
 
     def __repr__(self) -> str:
-        values = self._shown_values()
+        values, axis = self._shown_values(), self._split_axis
         return (
             f"<{type(self).__name__} {self.name!r} shape={self.shape} dtype={self.dtype} "
             f"aggregation={self.aggregation.name} on {self._target.device}"
             + ("" if values is None else f", local component {values}")
+            + ("" if axis is None else f", split along axis {axis} of the shape {self.full_shape}")
             + ">"
         )
 
@@ -678,11 +717,3 @@ class Variable(NDArrayOperatorsMixin, metaclass=_MadeTogether):
         ]
         rows += [] if values is None else [("local component", values)]
         return html_table(f"{type(self).__name__} {self.name!r}", rows)
-
-
-def read_only(storage: Array) -> Array:
-    """Return a view of `storage`, which cannot be written to on the host."""
-    view: Array = storage.view()
-    if type(view) is np.ndarray:
-        view.setflags(write=False)
-    return view

@@ -15,7 +15,7 @@ from mpistrat.cli import main
 from mpistrat.errors import CheckpointCorruptError, CheckpointError
 from mpistrat.partitioners import FixedShardsPartitioner
 from mpistrat.testing import launch
-from mpistrat.variables.divided import BYTES_PER_PIECE
+from mpistrat.variables.placement import BYTES_PER_PIECE
 from tests.devices import array_equal
 from tests.helpers import as_bytes
 

@@ -6,7 +6,7 @@ import pytest
 
 import mpistrat as ms
 from mpistrat.checkpoint.reader import open_checkpoint
-from mpistrat.variables.divided import BYTES_PER_PIECE
+from mpistrat.variables.placement import BYTES_PER_PIECE
 from tests.replica_groups import DIVISORS, NUM_RANKS
 
 SMALL = (7, 3)

@@ -37,9 +37,7 @@ ON_READ = {"synchronization": ms.VariableSynchronization.ON_READ}
 partitioner = ms.partitioners.FixedShardsPartitioner(NUM_RANKS)
 KINDS = {
     "mirrored": Kind(mpi()),
-    "of one replica": Kind(
-        lambda: ms.OneDeviceStrategy(f"{devices.kind()}:{devices.index(RANK)}")
-    ),
+    "of one replica": Kind(lambda: ms.OneDeviceStrategy(f"{devices.kind()}:{devices.index(RANK)}")),
     "of several replicas": Kind(mpi(num_replicas=NUM_RANKS + 1)),
     "central": Kind(ms.CentralStorageStrategy),
     "sharded": Kind(mpi(variable_partitioner=partitioner)),

@@ -17,6 +17,7 @@ from mpistrat.strategies.elastic.values import ElasticGroup
 from mpistrat.strategies.groups import RankGroups
 from mpistrat.strategies.replica_calls import merged_results, merged_values
 from mpistrat.strategies.replicated import ReplicatedExtended
+from mpistrat.variables import Variable
 
 
 class ElasticCollectives(OrderedCollectives):
@@ -88,10 +89,6 @@ class ElasticExtended(ReplicatedExtended):
     """`ReplicatedExtended` of a job that may lose ranks."""
 
     _group: ElasticGroup
-    _kind_of_variables = "elastic"
-    _kind_of_counters = "elastic"
-    _kind_on_read = "elastic_on_read"
-    _job = job
 
     def _set_ranks(self, collectives: Collectives, groups: RankGroups) -> None:
         self._groups, self._shards = groups, groups.shards
@@ -113,6 +110,15 @@ class ElasticExtended(ReplicatedExtended):
     def _close(self) -> None:
         super()._close()
         job.forget(self._container)
+
+    def _note_variable(self, variable: Variable) -> None:
+        job.state.add(variable)
+
+    def _check_may_copy(self, variable: Variable) -> None:
+        raise NotImplementedError(
+            f"The SyncOnRead variable {variable.name!r} of a strategy with elastic=True cannot be "
+            "copied. Make another one."
+        )
 
     def _note_optimizer(self, optimizer: Any) -> None:
         job.note_optimizer(optimizer)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import struct
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,10 +16,11 @@ import numpy as np
 from mpistrat import nests
 from mpistrat.agreement.call import Call
 from mpistrat.agreement.ledger import Signature
-from mpistrat.arrays import Array
+from mpistrat.arrays import Array, host_copy, is_on_host, place
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.collectives.objects import as_bytes, from_bytes
 from mpistrat.layout import SharedLayout
+from mpistrat.options import VariableSynchronization
 from mpistrat.sharding import replicas_of_ranks
 from mpistrat.strategies.elastic.values import ElasticReplicas
 from mpistrat.system.units import on_undo
@@ -46,6 +47,8 @@ class ElasticState:
         self._copies: list[tuple[Array, Array]] | None = None
         """Of all mirrored variables, until there is another one."""
         self._on_read: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self._at_first: dict[int, np.ndarray] = {}
+        """The component that every replica had of each of these when it was made."""
         self._num_on_read = 0
         self._kept: Sequence[bytes] = ()
         """What each rank has sent at the end of the last unit that has written."""
@@ -53,7 +56,14 @@ class ElasticState:
         """Which replicas each rank had then."""
         self._signatures: dict[str, Signature] = {}
 
-    def add_mirrored(self, variable: Any) -> None:
+    def add(self, variable: Any) -> None:
+        """Return `variable` to what it was before a unit that is repeated."""
+        if variable.synchronization is VariableSynchronization.ON_READ:
+            self._add_on_read(variable)
+        else:
+            self._add_mirrored(variable)
+
+    def _add_mirrored(self, variable: Any) -> None:
         """Copy `variable` before each unit that may write to it."""
         key = id(variable)
 
@@ -64,11 +74,13 @@ class ElasticState:
         self._mirrored[key] = weakref.ref(variable, forget)
         self._copies = None
 
-    def add_on_read(self, variable: Any) -> None:
+    def _add_on_read(self, variable: Any) -> None:
         """Keep the components of `variable` on all ranks."""
         number = self._num_on_read
         self._num_on_read += 1
         self._on_read[number] = variable
+        self._at_first[number] = host_copy(variable._components[0])
+        weakref.finalize(variable, self._at_first.pop, number, None)
         on_undo(functools.partial(setattr, self, "_num_on_read", number))
 
     def copy(self, writes: bool | Sequence[Any]) -> Copies:
@@ -92,7 +104,16 @@ class ElasticState:
             storage[...] = copy
         of_variables = self._kept_components()
         for number, variable in list(self._on_read.items()):
-            variable._restore(of_variables.get(number, {}))
+            self._restore(number, variable, of_variables.get(number, {}))
+
+    def _restore(self, number: int, variable: Any, of_replicas: Mapping[int, bytes]) -> None:
+        """Have `variable` hold the components of the replicas that this rank has now."""
+        first, device = self._at_first[number].tobytes(), variable._target.device
+        components = [
+            np.ndarray(variable.shape, variable.dtype, of_replicas.get(each, first)).copy()
+            for each in variable.strategy.extended.local_replica_ids
+        ]
+        variable._keep_components([place(each, device) for each in components])
 
     def _kept_components(self) -> dict[int, dict[int, bytes]]:
         """Return what was kept of each SyncOnRead variable, by number and replica."""
@@ -121,7 +142,7 @@ class ElasticState:
         parts: list[Any] = [b""]
         size = 0
         for number, variable in self._on_read.items():
-            num_bytes, components = variable._as_buffers()
+            num_bytes, components = _as_buffers(variable._components)
             parts.append(_NUMBERS.pack(number, num_bytes))
             parts += components
             size += _NUMBERS.size + num_bytes * len(components)
@@ -153,6 +174,13 @@ class ElasticState:
         self._kept_layout, self._kept = layout, texts
         for position, value in values.items():
             value.remember(functools.partial(_components_of, texts, position))
+
+
+def _as_buffers(components: Sequence[Array]) -> tuple[int, Sequence[Any]]:
+    """Return how many bytes each component has, and these bytes."""
+    first = components[0]
+    has_buffers = is_on_host(first) and first.dtype.kind in "biufc"
+    return first.nbytes, components if has_buffers else [each.tobytes() for each in components]
 
 
 def _end_of_variables(text: bytes) -> int:

@@ -1,19 +1,14 @@
-"""Values and variables of an elastic strategy, whose components outlive a rank."""
+"""Values of an elastic strategy, whose components outlive a rank."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
-from mpistrat import context, nests
-from mpistrat.arrays import Array, host_copy, is_on_host, place
+from mpistrat import nests
 from mpistrat.errors import ReplicaLostError
 from mpistrat.strategies.replica_group import ReplicaGroup
-from mpistrat.values import LocalReplicas, register_storage
-from mpistrat.variables.replicated import ReplicatedOnRead, ReplicatedVariable
-from mpistrat.variables.writes import Write
+from mpistrat.values import LocalReplicas
 
 _Again = Callable[[Sequence[int]], Sequence[Any]]
 """Returns the components of some replicas."""
@@ -98,78 +93,3 @@ class ElasticGroup(ReplicaGroup):
         for position, leaf in enumerate(nests.flatten(nest)[0]):
             if isinstance(leaf, ElasticReplicas):
                 leaf._again = of_leaf(position)
-
-
-class ElasticVariable(ReplicatedVariable, kind="elastic"):
-    """A mirrored variable, which each rank copies before a unit that may write to it."""
-
-    def _keep(self, storage: Array) -> None:
-        super()._keep(storage)
-        self.strategy.extended._job.state.add_mirrored(self)
-
-    def _write_in_context(self, write: Write, value: Any) -> None:
-        written = super()._write_in_context
-        self._collectives.as_unit(
-            f"Variable.{write.how}", lambda: written(write, value), writes=(self,)
-        )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        twin = super().__deepcopy__(memo)
-        twin.strategy.extended._job.state.add_mirrored(twin)
-        return twin
-
-
-class ElasticOnRead(ReplicatedOnRead, kind="elastic_on_read"):
-    """A SyncOnRead variable of which every rank keeps the components of all replicas."""
-
-    _at_first: np.ndarray
-    """The component of every replica when it was made."""
-
-    def _keep(self, storage: Array) -> None:
-        super()._keep(storage)
-        self._at_first = host_copy(storage)
-        self.strategy.extended._job.state.add_on_read(self)
-
-    def value(self) -> Array:
-        """Return the component of this replica, or in cross-replica context the aggregate."""
-        if self._kind() is not context.Kind.CROSS_REPLICA:
-            return super().value()
-        value: Array = self._collectives.as_unit("read of SyncOnRead variable", super().value)
-        return value
-
-    def _write_in_context(self, write: Write, value: Any) -> None:
-        written = super()._write_in_context
-        self._collectives.as_unit(
-            f"Variable.{write.how}", lambda: written(write, value), writes=True
-        )
-
-    def _load_value(self, array: np.ndarray) -> None:
-        load = super()._load_value
-        self._collectives.as_unit("restore", lambda: load(array), writes=True)
-
-    def _load_components(self, components: Mapping[int, np.ndarray]) -> None:
-        load = super()._load_components
-        self._collectives.as_unit("restore", lambda: load(components), writes=True)
-
-    def _as_buffers(self) -> tuple[int, list[Any]]:
-        """Return how many bytes each component here has, and these bytes. **Local**."""
-        own = self._storages
-        has_buffers = is_on_host(own[0]) and own[0].dtype.kind in "biufc"
-        return own[0].nbytes, own if has_buffers else [each.tobytes() for each in own]
-
-    def _restore(self, of_replicas: Mapping[int, bytes]) -> None:
-        """Have the components of the replicas that are now those of this rank."""
-        device, ids = self._target.device, self.strategy.extended._group.ids
-        first = self._at_first.tobytes()
-        components = [
-            np.ndarray(self.shape, self.dtype, of_replicas.get(each, first)).copy() for each in ids
-        ]
-        self._storages = [place(each, device) for each in components]
-        for each in self._storages:
-            register_storage(each, self)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise NotImplementedError(
-            f"The SyncOnRead variable {self.name!r} of a strategy with elastic=True cannot be "
-            "copied. Make another one."
-        )

@@ -1,6 +1,5 @@
 """The array class, which host code cannot read by accident."""
 
-
 import numpy as np
 
 from . import cuda

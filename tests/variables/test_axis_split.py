@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpistrat.variables.blocks import AxisSplit
+from mpistrat.variables.axis_split import AxisSplit
 
 
 @st.composite
