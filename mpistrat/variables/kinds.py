@@ -53,8 +53,9 @@ class WrittenTogether(Variable):
 
     def _apply(self, write: Write, own: Any) -> None:
         """Do the `write` of this rank's share of a value, wherever others read it."""
-        write.apply(self._own_storage, own)
-        self._settle()
+        placement = self._placement
+        write.apply(placement.own_storage(self._storage), own)
+        placement.settle(self._name)
 
     def _agreed(self, write: Write, value: Any) -> Any:
         with self._collectives_of_writes.call(f"Variable.{write.how}", self.name) as call:
@@ -118,6 +119,8 @@ class SyncOnReadVariable(Variable):
     @property
     def _component(self) -> Array:
         """The component of the replica that runs; outside of all, that of the first one here."""
+        if len(self._components) == 1:
+            return self._storage
         own: Array = self.strategy.extended._own_of(self._components)
         return own
 
@@ -265,7 +268,7 @@ class SyncOnReadVariable(Variable):
 
     @property
     def _saves_components(self) -> bool:
-        """Whether files have the components of all replicas beside the aggregate."""
+        """Whether files have the components of all replicas, next to the aggregate."""
         return bool(self._ranks.arithmetic)
 
     def _components_for_root(self) -> np.ndarray | None:

@@ -97,7 +97,10 @@ class Whole:
 
     def view(self, storage: Array) -> Array:
         """Return what the replica reads: a read-only view."""
-        return read_only(storage)
+        view: Array = storage.view()  # as `read_only`, without a call: programs read often
+        if type(view) is np.ndarray:
+            view.setflags(write=False)
+        return view
 
     def own_storage(self, storage: Array) -> Array:
         """Return the memory that this rank updates."""
@@ -122,7 +125,7 @@ class Whole:
         """Forget copies of what the memory held before."""
 
     def lose_copies(self) -> None:
-        """Forget all memory beside the storage, when the strategy is closed."""
+        """Forget buffers and copies, when the strategy is closed."""
 
     @property
     def block(self) -> Block | None:
@@ -396,7 +399,7 @@ class NodeMemory(Flat):
         self._on_device = None
 
     def lose_copies(self) -> None:
-        """Forget all memory beside the storage, when the strategy is closed."""
+        """Forget buffers and copies, when the strategy is closed."""
         self._on_device = self.stage = None
 
     def set_stage(self, memory: Sequence[np.ndarray], dtype: np.dtype) -> None:
