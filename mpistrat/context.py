@@ -6,7 +6,6 @@ import enum
 import functools
 import threading
 import weakref
-from abc import ABCMeta
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ContextDecorator
 from dataclasses import dataclass
@@ -249,18 +248,34 @@ class Scope(ContextDecorator, Generic[S]):
         ) from None
 
 
-class MadeInScope(ABCMeta):
-    """Metaclass of objects whose making is one collective call of the strategy in scope."""
+class MadeInScope:
+    """Base of objects whose making is one collective call of the strategy in scope."""
 
-    if not TYPE_CHECKING:  # to a type checker every object would be Any
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__init__" in vars(cls):
+            setattr(cls, "__init__", _as_unit(vars(cls)["__init__"]))  # noqa: B010
 
-        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-            """Make an object."""
-            frame = current()
-            if frame is None or frame.kind is not Kind.CROSS_REPLICA:
-                return super().__call__(*args, **kwargs)
-            make = functools.partial(super().__call__, *args, **kwargs)
-            return frame.collectives.as_unit(cls.__name__, make)
+
+def _as_unit(init: Callable[..., None]) -> Callable[..., None]:
+    """Return `init`, the ``__init__`` of a class, as a unit."""
+
+    @functools.wraps(init)
+    def init_as_unit(self: Any, *args: Any, **kwargs: Any) -> None:
+        frame = current()
+        if frame is None or frame.kind is not Kind.CROSS_REPLICA:
+            init(self, *args, **kwargs)
+            return
+        before = dict(vars(self))
+
+        def make() -> None:
+            vars(self).clear()  # of what an attempt has left that is repeated
+            vars(self).update(before)
+            init(self, *args, **kwargs)
+
+        frame.collectives.as_unit(type(self).__name__, make)
+
+    return init_as_unit
 
 
 def set_base(frame: Frame | None) -> None:

@@ -62,7 +62,7 @@ def _checked_examples(what: str, value: Any, num_features: int, axis: int) -> Ar
     return array
 
 
-class BatchNorm(Trackable, metaclass=context.MadeInScope):
+class BatchNorm(context.MadeInScope, Trackable):
     """Batch normalization (Ioffe and Szegedy, 2015): ``gamma * (x - mean) / std + beta``.
 
     In training, mean and variance are those of the replica's own examples, or with `synchronized`

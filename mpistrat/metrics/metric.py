@@ -28,7 +28,7 @@ _Result = TypeVar("_Result")
 Given: TypeAlias = npt.ArrayLike | DistributedValues[Any]
 
 
-class Metric(Trackable, abc.ABC, Generic[_Result], metaclass=context.MadeInScope):
+class Metric(context.MadeInScope, Trackable, abc.ABC, Generic[_Result]):
     """Base of metrics.
 
     **Collective** in a strategy's scope, because it makes variables.

@@ -16,7 +16,7 @@ from mpistrat.variables import Variable
 from mpistrat.variables.initial import InitialValue
 
 
-class LossScale(Trackable, metaclass=context.MadeInScope):
+class LossScale(context.MadeInScope, Trackable):
     """A factor for the loss that follows what the gradients can bear.
 
     The program multiplies its loss, and with it the gradients, by `value`; the optimizer that

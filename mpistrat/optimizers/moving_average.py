@@ -18,7 +18,7 @@ from mpistrat.variables import SyncOnReadVariable, Variable
 _SLOT = "average"
 
 
-class ExponentialMovingAverage(Trackable, metaclass=context.MadeInScope):
+class ExponentialMovingAverage(context.MadeInScope, Trackable):
     """Averages of variables over the steps of training, as tf.train's of that name.
 
     `apply` sets each average to ``decay * average + (1 - decay) * variable``; the first one to the

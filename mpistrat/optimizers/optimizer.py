@@ -33,7 +33,6 @@ from mpistrat.optimizers.gradients import (
     variables_in,
     warn_of_nan,
 )
-from mpistrat.optimizers.hints import HintedOptimizer
 from mpistrat.optimizers.loss_scale import LossScale
 from mpistrat.optimizers.remote_step import apply_remotely, find_slots, slot_makers, take_step
 from mpistrat.optimizers.slots import (
@@ -64,8 +63,18 @@ _OTHER_NAMES = {
 }
 """Attributes of PyTorch's optimizers: Python would create them, and nothing would change."""
 
+_ARGUMENTS = {
+    "lr": "learning_rate=",
+    "betas": "beta_1= and beta_2=",
+    "eps": "epsilon=",
+    "params": "no variables: they are passed to apply_gradients([(gradient, variable), ...])",
+    "clipnorm": "global_clipnorm=",
+    "max_norm": "global_clipnorm=",
+}
+"""Arguments of PyTorch's optimizers, and what takes their place."""
 
-class Optimizer(Hinted, Trackable, abc.ABC, metaclass=HintedOptimizer):
+
+class Optimizer(context.MadeInScope, Hinted, Trackable, abc.ABC):
     """Base of optimizers.
 
     **Collective** in a strategy's scope, because it makes the variable `iterations`.
@@ -114,6 +123,16 @@ class Optimizer(Hinted, Trackable, abc.ABC, metaclass=HintedOptimizer):
 
     sharded_slots = False
     """Whether each rank keeps the slots of a part of every mirrored variable."""
+
+    if not TYPE_CHECKING:  # to a type checker every argument would be right
+
+        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+            """Refuse PyTorch's names of arguments with a hint."""
+            for name in kwargs.keys() & _ARGUMENTS.keys():
+                raise TypeError(
+                    f"{cls.__name__} has no argument {name!r}. Write {_ARGUMENTS[name]}."
+                )
+            return super().__new__(cls)
 
     def __init__(
         self,

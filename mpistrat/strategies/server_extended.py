@@ -389,6 +389,9 @@ class ServerExtended(StrategyExtended):
         is_cut = initial.is_cut_by(None if on_read else self._variable_partitioner)
         return RemoteShardedVariable if is_cut else RemoteVariable, Remote
 
+    def _note_variable(self, variable: Any) -> None:
+        self._variables.append(variable)
+
     def _placed(self, name: str, ranges: Sequence[range], is_everywhere: bool) -> tuple[Part, ...]:
         """Return the parts of a new variable with these rows. Equal on all ranks."""
         parts = []

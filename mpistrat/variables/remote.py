@@ -35,12 +35,6 @@ class RemoteVariable(Variable):
 
     _parts: tuple[Part, ...]
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        # There is one replica, so nothing is merged and every write has a meaning.
-        self._target = dataclasses.replace(self._target, is_mirrored=False)
-        self.strategy.extended._variables.append(self)
-
     def _begin(
         self, call: CollectiveCall, initial: InitialValue
     ) -> tuple[np.ndarray, tuple[int, ...]]:
@@ -95,6 +89,7 @@ class RemoteVariable(Variable):
 
     def _keep(self, storage: Array) -> None:
         """Keep nothing: what this rank holds is in its store."""
+        self.strategy.extended._note_variable(self)
 
     @property
     def _storage(self) -> Any:  # type: ignore[override]

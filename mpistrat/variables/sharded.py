@@ -12,7 +12,6 @@ from mpistrat.arrays import Array, host_view, namespace_of, place, taken
 from mpistrat.settings import settings
 from mpistrat.system.text import readable_size
 from mpistrat.variables.exchange import fetch_rows
-from mpistrat.variables.initial import InitialValue
 from mpistrat.variables.kinds import WrittenTogether
 from mpistrat.variables.placement import Flat, Rows
 from mpistrat.variables.writes import ASSIGN, DenseWrite, Write
@@ -51,17 +50,13 @@ class ShardedVariable(WrittenTogether):
     _is_sharded = True
     _placement: Flat
 
-    def __new__(cls, initial_value: Any = None, *args: Any, **kwargs: Any) -> ShardedVariable:
+    def __new__(cls, *args: Any, **kwargs: Any) -> ShardedVariable:
         """Refuse to make one by hand."""
-        if not isinstance(initial_value, InitialValue):
-            raise TypeError(
-                "A ShardedVariable is made by ms.Variable(...), in the scope of a strategy whose "
-                "variable_partitioner wants several parts. Parts that are there already are made "
-                "one by an initial value that takes partition_shape and partition_offset."
-            )
-        self = super().__new__(cls, initial_value, *args, **kwargs)
-        assert isinstance(self, ShardedVariable)
-        return self
+        raise TypeError(
+            "A ShardedVariable is made by ms.Variable(...), in the scope of a strategy whose "
+            "variable_partitioner wants several parts. Parts that are there already are made "
+            "one by an initial value that takes partition_shape and partition_offset."
+        )
 
     @property
     def row_ranges(self) -> tuple[range, ...]:

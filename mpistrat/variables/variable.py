@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from abc import ABCMeta
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, SupportsIndex, TypeAlias
+from typing import Any, ClassVar, NamedTuple, NoReturn, SupportsIndex, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -58,26 +56,32 @@ Initial: TypeAlias = npt.ArrayLike | Callable[..., npt.ArrayLike] | InitialValue
 Value: TypeAlias = npt.ArrayLike | DistributedValues[Any]
 
 _HOST = Device("cpu")
-_MODES = ("trainable", "synchronization", "aggregation")
 
 
-class _MadeTogether(ABCMeta):
-    """Makes a variable in replica context once for all replicas of the rank."""
+class _Modes(NamedTuple):
+    """What a program says about a variable besides its value."""
 
-    if not TYPE_CHECKING:  # to a type checker every variable would be Any
+    trainable: bool | None
+    synchronization: VariableSynchronization
+    aggregation: VariableAggregation
 
-        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-            make = functools.partial(super().__call__, *args, **kwargs)
-            frame = context.current()
-            if frame is None:
-                return make()
-            if frame.kind is not context.Kind.REPLICA:
-                return frame.collectives.as_unit("Variable", make)
-            modes = "".join(f", {each}={kwargs[each]}" for each in _MODES if each in kwargs)
-            return frame.strategy.extended._make_together(make, kwargs.get("name"), modes)
+    @property
+    def text(self) -> str:
+        """What replicas that make a variable together must have alike, as text."""
+        default = _Modes(None, VariableSynchronization.AUTO, VariableAggregation.NONE)
+        named = self._asdict().items()
+        return "".join(f", {n}={each}" for n, each in named if each != getattr(default, n))
 
 
-class Variable(NDArrayOperatorsMixin, metaclass=_MadeTogether):
+def _extended_in_scope() -> Any | None:
+    """Return the extended interface of the strategy whose variables are made here, if any."""
+    frame = context.current()
+    if frame is None or not frame.strategy.extended._distributes_variables:
+        return None
+    return frame.strategy.extended
+
+
+class Variable(NDArrayOperatorsMixin):
     """A named array that a program writes in place, distributed by the strategy in scope.
 
     In a strategy's scope this makes a *mirrored* variable, or a *SyncOnRead* variable where
@@ -144,8 +148,6 @@ class Variable(NDArrayOperatorsMixin, metaclass=_MadeTogether):
     >>> changed = weight.batch_scatter_update(ms.IndexedSlices(np.ones((2, 1)), [[0], [1]]))
     """
 
-    _initial: InitialValue
-    """While the variable is being made."""
     _is_sharded: ClassVar[bool] = False
     _placement: Whole
     """Which elements this rank stores and updates."""
@@ -154,7 +156,7 @@ class Variable(NDArrayOperatorsMixin, metaclass=_MadeTogether):
 
     def __new__(
         cls,
-        initial_value: Initial | None = None,
+        initial_value: Initial,
         trainable: bool | None = None,
         name: str | None = None,
         dtype: npt.DTypeLike | None = None,
@@ -163,18 +165,31 @@ class Variable(NDArrayOperatorsMixin, metaclass=_MadeTogether):
         shape: Sequence[int] | None = None,
         split_axis: int | None = None,
     ) -> Variable:
-        """Choose the kind of variable that the context and `synchronization` ask for."""
+        """Make the variable: in replica context one for all replicas of the rank."""
+        modes = _Modes(trainable, synchronization, aggregation)
         frame = context.current()
-        if isinstance(initial_value, InitialValue):
+
+        def make() -> Variable:
             initial = initial_value
+            if not isinstance(initial, InitialValue):
+                initial = InitialValue(initial, shape, dtype, split_axis)
+            extended = _extended_in_scope()
+            kind = cls
+            if cls is Variable and extended is not None:
+                on_read = synchronization is VariableSynchronization.ON_READ
+                kind, initial.placement = extended._kind_of_variable(initial, on_read)
+            self = object.__new__(kind)
+            self._make(initial, name, modes)
+            return self
+
+        if frame is None:
+            return make()
+        made: Variable
+        if frame.kind is context.Kind.REPLICA:
+            made = frame.strategy.extended._make_together(make, name, modes.text)
         else:
-            initial = InitialValue(initial_value, shape, dtype, split_axis)
-        if cls is Variable and frame is not None and frame.strategy.extended._distributes_variables:
-            on_read = synchronization is VariableSynchronization.ON_READ
-            cls, initial.placement = frame.strategy.extended._kind_of_variable(initial, on_read)
-        self = object.__new__(cls)
-        self._initial = initial
-        return self
+            made = frame.collectives.as_unit("Variable", make)
+        return made
 
     def __init__(
         self,
@@ -187,35 +202,31 @@ class Variable(NDArrayOperatorsMixin, metaclass=_MadeTogether):
         shape: Sequence[int] | None = None,
         split_axis: int | None = None,
     ) -> None:
-        frame = context.current()
-        distributed = frame is not None and frame.strategy.extended._distributes_variables
-        self._strategy = frame.strategy if frame is not None and distributed else None
-        on_read = synchronization is VariableSynchronization.ON_READ
-        self._trainable = not on_read if trainable is None else bool(trainable)
-        self._synchronization_given = synchronization
-        if self._strategy is not None and synchronization is VariableSynchronization.AUTO:
+        """Do nothing: Python calls this for each replica, of which the first has made it."""
+
+    def _make(self, initial: InitialValue, name: str | None, modes: _Modes) -> None:
+        """Set all attributes. **Collective** in a strategy."""
+        frame, extended = context.current(), _extended_in_scope()
+        self._strategy = None if extended is None or frame is None else frame.strategy
+        on_read = modes.synchronization is VariableSynchronization.ON_READ
+        self._trainable = not on_read if modes.trainable is None else bool(modes.trainable)
+        self._synchronization_given = self._synchronization = modes.synchronization
+        if extended is not None and modes.synchronization is VariableSynchronization.AUTO:
             self._synchronization = VariableSynchronization.ON_WRITE
-        else:
-            self._synchronization = synchronization
-        self._aggregation = aggregation
+        self._aggregation = modes.aggregation
         collectives = frame.collectives if frame else Collectives.solo(_HOST)
         self._name = default_name(self._strategy) if name is None else name
-        initial: InitialValue = vars(self).pop("_initial")
         self._num_parts = initial.num_parts
         with collectives.call("Variable", self._name) as call:
             self._split_axis = initial.split_axis(self._name)
-            value, whole_shape = self._begin(call, initial)
+            value, shape = self._begin(call, initial)
         # A counter is read by Python at each step, which would wait for the device.
         device = _HOST if initial.is_replicated else self._placement.device(collectives.device)
         storage = place(value, device)
         note_given_name(self._strategy, self._name)
+        is_merged = extended is not None and not on_read and self._placement.is_here
         self._target = Target(
-            self._name,
-            whole_shape,
-            value.dtype,
-            device,
-            aggregation,
-            self._strategy is not None and not on_read,
+            self._name, shape, value.dtype, device, modes.aggregation, is_mirrored=is_merged
         )
         self._keep(storage)
 
