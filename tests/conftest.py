@@ -12,6 +12,8 @@ import sys
 import pytest
 from hypothesis import settings
 
+import mpistrat.coordinator
+import mpistrat.data  # noqa: F401 - Hypothesis draws numbers of what is loaded, alike on all ranks
 from mpistrat.settings import settings as mpistrat_settings
 from mpistrat.testing.launch import rank_and_size
 from tests import devices

@@ -24,13 +24,13 @@ from mpistrat.coordinator.functions import (
     split_body,
 )
 from mpistrat.errors import ClosureInputError, OutOfRangeError, WorkerLostError
+from mpistrat.parameter_server.remote_variable import RemoteVariable
 from mpistrat.system.callsite import UNKNOWN_PLACE, failure_site
 from mpistrat.system.text import text_of
 from mpistrat.values import localize
-from mpistrat.variables.remote import RemoteVariable
 
 if TYPE_CHECKING:
-    from mpistrat.strategies.server_extended import ServerExtended
+    from mpistrat.parameter_server.extended import ServerExtended
 
 _DONE, _FAILED = 0, 1
 """The kinds of an outcome."""

@@ -15,7 +15,7 @@ from mpistrat.coordinator.functions import name_of_function
 from mpistrat.coordinator.per_worker import PerWorkerDataset
 from mpistrat.coordinator.serving import dispatcher_of
 from mpistrat.errors import ContextError, MpistratError
-from mpistrat.strategies.parameter_server import ParameterServerStrategy
+from mpistrat.parameter_server.strategy import ParameterServerStrategy
 from mpistrat.variables import Variable
 
 

@@ -20,13 +20,13 @@ from mpistrat.coordinator.functions import FunctionName, name_of_function
 from mpistrat.coordinator.per_worker import WorkerData
 from mpistrat.coordinator.workers import Worker
 from mpistrat.errors import CancelledError, UnavailableError, WorkerLostError
+from mpistrat.parameter_server.client import Lane
 from mpistrat.settings import settings_at_the_end
 from mpistrat.system.text import text_of
-from mpistrat.variables.parameter_client import Lane
 
 if TYPE_CHECKING:
     from mpistrat.comm.messages import Message
-    from mpistrat.strategies.server_extended import ServerExtended
+    from mpistrat.parameter_server.extended import ServerExtended
 
 _logger = logging.getLogger("mpistrat")
 

@@ -34,7 +34,6 @@ from mpistrat.optimizers.gradients import (
     warn_of_nan,
 )
 from mpistrat.optimizers.loss_scale import LossScale
-from mpistrat.optimizers.remote_step import apply_remotely, find_slots, slot_makers, take_step
 from mpistrat.optimizers.slots import (
     PreparedStep,
     PreparedSteps,
@@ -52,7 +51,6 @@ from mpistrat.trackable import Dependent, Trackable
 from mpistrat.user_warnings import empty_parts
 from mpistrat.variables import Variable
 from mpistrat.variables.initial import InitialValue
-from mpistrat.variables.parameter_store import ParameterStore, Request
 
 _OTHER_NAMES = {
     "lr": "learning_rate",
@@ -255,7 +253,8 @@ class Optimizer(context.MadeInScope, Hinted, Trackable, abc.ABC):
         if strategy.extended._is_default:
             strategy = owner_among((*variables_in(pairs), self.iterations), strategy)
         if strategy.extended._is_remote:
-            apply_remotely(self, strategy, pairs)
+            extended: Any = strategy.extended
+            extended._apply_gradients(self, strategy, pairs)
             return
         is_ours = frame is not None and frame.strategy is strategy
         is_replica = is_ours and frame.replica_context is not None  # type: ignore[union-attr]
@@ -384,7 +383,9 @@ class Optimizer(context.MadeInScope, Hinted, Trackable, abc.ABC):
     def _deferred_slots(self) -> Mapping[str, Callable[[Variable], Variable]]:
         """Return what makes the slots, by name."""
         if not self.iterations._placement.is_here:
-            return slot_makers(self, self.iterations.strategy.extended)
+            makers: Mapping[str, Callable[[Variable], Variable]]
+            makers = self.iterations.strategy.extended._slot_makers(self)
+            return makers
         return {
             name: functools.partial(zero_slot, name=name, is_sharded=self.sharded_slots)
             for name in self._rule.kernel.slots
@@ -400,13 +401,9 @@ class Optimizer(context.MadeInScope, Hinted, Trackable, abc.ABC):
         extended = self.iterations.strategy.extended
         if not extended._is_answered():
             return
-        for name, slot, variable in find_slots(self, extended):
+        for name, slot, variable in extended._find_slots(self):
             if self._slots.find(variable, name) is None:
                 self._attach_child(name, slot, of=variable)
-
-    def _take_remote_step(self, number: int, store: ParameterStore, request: Request) -> None:
-        """Take a step of which another rank has sent the gradients."""
-        take_step(self, number, store, request)
 
     def _attach_child(self, name: str, child: object, *, of: object = None) -> None:
         """Add a child, which is the slot `name` of the variable `of` where this is given."""

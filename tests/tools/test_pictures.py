@@ -87,7 +87,7 @@ def test_the_order_of_examples_is_that_of_the_package():
     assert json.loads(BY_NAME["sharding"].data.read_text()) == sharding.record()
 
 
-def test_floors_shows_every_room():
+def test_the_picture_of_layers_shows_every_module():
     words = words_of("layers")
     assert all(module in words for modules in layers() for module in modules)
 

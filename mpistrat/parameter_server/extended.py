@@ -15,10 +15,16 @@ from mpistrat.errors import CollectiveError, ContextError, UnavailableError
 from mpistrat.failures import losses
 from mpistrat.mpi.survival import FLAG
 from mpistrat.mpi.world import World
+from mpistrat.parameter_server.client import ParameterClient
+from mpistrat.parameter_server.remote_step import (
+    apply_remotely,
+    find_slots,
+    slot_makers,
+    take_step,
+)
+from mpistrat.parameter_server.store import ParameterStore, Request
 from mpistrat.strategies.groups import RankGroups
 from mpistrat.system import exit_hooks
-from mpistrat.variables.parameter_client import ParameterClient
-from mpistrat.variables.parameter_store import ParameterStore, Request
 
 if TYPE_CHECKING:
     from mpistrat.data.distributed_dataset import DistributedDataset
@@ -26,11 +32,11 @@ if TYPE_CHECKING:
 
 from collections.abc import Iterator
 
+from mpistrat.parameter_server.client import Part
+from mpistrat.parameter_server.remote_variable import RemoteShardedVariable, RemoteVariable
 from mpistrat.strategies.extended import StrategyExtended
 from mpistrat.variables import Variable
-from mpistrat.variables.parameter_client import Part
 from mpistrat.variables.placement import Remote, Whole
-from mpistrat.variables.remote import RemoteShardedVariable, RemoteVariable
 
 
 class Phase(enum.Enum):
@@ -156,7 +162,17 @@ class ServerExtended(StrategyExtended):
         self._optimizers.append(optimizer)
 
     def _take_step(self, store: ParameterStore, request: Request) -> None:
-        self._optimizers[request.key]._take_remote_step(request.key, store, request)
+        take_step(self._optimizers[request.key], request.key, store, request)
+
+    _apply_gradients = staticmethod(apply_remotely)
+
+    def _slot_makers(self, optimizer: Any) -> Mapping[str, Callable[[Any], Variable]]:
+        """Return what makes the slots of a variable as this rank knows them, by name."""
+        return slot_makers(optimizer, self)
+
+    def _find_slots(self, optimizer: Any) -> Sequence[tuple[str, Variable, Variable]]:
+        """Return name, slot and variable of each slot that the holders have by now."""
+        return find_slots(optimizer, self)
 
     def _is_answered(self) -> bool:
         """Return whether requests have an answer now, without waiting for others to serve."""

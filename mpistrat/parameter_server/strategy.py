@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from mpistrat.arguments import as_integer
 from mpistrat.errors import LaunchError
 from mpistrat.mpi.world import World
+from mpistrat.parameter_server.extended import ServerExtended
 from mpistrat.strategies.cluster_resolver import ClusterResolver
 from mpistrat.strategies.mpi import MPIStrategy
-from mpistrat.strategies.server_extended import ServerExtended
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mpistrat as ms
-from mpistrat.variables import parameter_store
-from mpistrat.variables.parameter_store import Operation, ParameterStore, Request, slot_key
+from mpistrat.parameter_server import store
+from mpistrat.parameter_server.store import Operation, ParameterStore, Request, slot_key
 
 A = ms.VariableAggregation
 
@@ -161,9 +161,9 @@ def test_requests_travel_whole(operation, key, dtype, how, start, extra):
 @given(st.integers(0, 2**32 - 1), st.integers(0, 1000), st.integers(0, 7))
 def test_keys_of_slots_are_their_own(part, optimizer, slot):
     key = slot_key(part, optimizer, slot)
-    assert parameter_store._part_of(key) == part
-    assert parameter_store._optimizer_of(key) == optimizer
-    assert parameter_store._optimizer_of(part) == -1
+    assert store._part_of(key) == part
+    assert store._optimizer_of(key) == optimizer
+    assert store._optimizer_of(part) == -1
 
 
 class Slow:

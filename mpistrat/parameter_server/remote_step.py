@@ -19,15 +19,15 @@ from mpistrat.optimizers.gradients import (
     split_pairs,
 )
 from mpistrat.optimizers.update import Step, Target, gradient_factor, slot_dtype
-from mpistrat.values import IndexedSlices
-from mpistrat.variables.parameter_store import (
+from mpistrat.parameter_server.remote_variable import RemoteVariable
+from mpistrat.parameter_server.store import (
     Operation,
     ParameterStore,
     Request,
     dtype_of_name,
     slot_key,
 )
-from mpistrat.variables.remote import RemoteVariable
+from mpistrat.values import IndexedSlices
 
 _HEAD = struct.Struct("<dddii")
 """Learning rate, weight decay, factor of the gradients; numbers of parameters and of entries."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpistrat.errors import UnavailableError
-from mpistrat.variables.parameter_store import ParameterStore, Reply, Request
+from mpistrat.parameter_server.store import ParameterStore, Reply, Request
 
 if TYPE_CHECKING:
     from mpistrat.comm.messages import BackOff, Messenger

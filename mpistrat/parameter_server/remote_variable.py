@@ -15,11 +15,11 @@ from mpistrat import context
 from mpistrat.arrays import Array, host_view
 from mpistrat.collectives.collectives import CollectiveCall
 from mpistrat.collectives.reduction import dtype_name
+from mpistrat.parameter_server.client import ParameterClient, Part
+from mpistrat.parameter_server.store import WRITES, Operation, Request, slot_key
 from mpistrat.sharding import cut, part_lengths
 from mpistrat.values import IndexedSlices, PerReplica
 from mpistrat.variables.initial import InitialValue
-from mpistrat.variables.parameter_client import ParameterClient, Part
-from mpistrat.variables.parameter_store import WRITES, Operation, Request, slot_key
 from mpistrat.variables.placement import BYTES_PER_PIECE, Remote
 from mpistrat.variables.sharded import ShardedVariable, rows_named_by
 from mpistrat.variables.variable import Variable
