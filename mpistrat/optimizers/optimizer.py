@@ -45,7 +45,7 @@ from mpistrat.optimizers.update import Rule, Target
 from mpistrat.options import VariableAggregation
 from mpistrat.strategies import get_strategy
 from mpistrat.strategies.one_replica import default_strategy
-from mpistrat.system.hints import Hinted
+from mpistrat.system.hints import OPTIMIZER_ARGUMENTS, Hinted
 from mpistrat.system.text import brief
 from mpistrat.trackable import Dependent, Trackable
 from mpistrat.user_warnings import empty_parts
@@ -60,16 +60,6 @@ _OTHER_NAMES = {
     "param_groups": "learning_rate, which all variables share",
 }
 """Attributes of PyTorch's optimizers: Python would create them, and nothing would change."""
-
-_ARGUMENTS = {
-    "lr": "learning_rate=",
-    "betas": "beta_1= and beta_2=",
-    "eps": "epsilon=",
-    "params": "no variables: they are passed to apply_gradients([(gradient, variable), ...])",
-    "clipnorm": "global_clipnorm=",
-    "max_norm": "global_clipnorm=",
-}
-"""Arguments of PyTorch's optimizers, and what takes their place."""
 
 
 class Optimizer(context.MadeInScope, Hinted, Trackable, abc.ABC):
@@ -122,15 +112,7 @@ class Optimizer(context.MadeInScope, Hinted, Trackable, abc.ABC):
     sharded_slots = False
     """Whether each rank keeps the slots of a part of every mirrored variable."""
 
-    if not TYPE_CHECKING:  # to a type checker every argument would be right
-
-        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-            """Refuse PyTorch's names of arguments with a hint."""
-            for name in kwargs.keys() & _ARGUMENTS.keys():
-                raise TypeError(
-                    f"{cls.__name__} has no argument {name!r}. Write {_ARGUMENTS[name]}."
-                )
-            return super().__new__(cls)
+    _argument_hints = OPTIMIZER_ARGUMENTS
 
     def __init__(
         self,

@@ -1,14 +1,34 @@
-"""Classes that say what to write in place of an attribute that a beginner would guess."""
+"""Classes that say what to write in place of a name that a beginner would guess."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+OPTIMIZER_ARGUMENTS = {
+    "lr": "learning_rate=",
+    "betas": "beta_1= and beta_2=",
+    "eps": "epsilon=",
+    "params": "no variables: they are passed to apply_gradients([(gradient, variable), ...])",
+    "clipnorm": "global_clipnorm=",
+    "max_norm": "global_clipnorm=",
+}
+"""Arguments of PyTorch's optimizers, and what takes their place in this package's."""
 
 
 class Hinted:
-    """Base of classes whose missing attributes raise an `AttributeError` with a hint."""
+    """Base of classes whose missing attributes, and other libraries' arguments, have a hint."""
+
+    _argument_hints: ClassVar[Mapping[str, str]] = {}
+    """Names of arguments in other libraries, and what to write in their place."""
 
     if not TYPE_CHECKING:  # type checkers report what is not defined
+
+        def __new__(cls, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
+            hints = cls._argument_hints
+            for name in kwargs.keys() & hints.keys():
+                raise TypeError(f"{cls.__name__} has no argument {name!r}. Write {hints[name]}.")
+            return super().__new__(cls)
 
         def __getattr__(self, name: str) -> Any:
             from mpistrat.system.migration import missing_attribute  # hardly ever needed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, NamedTuple, NoReturn, SupportsIndex, TypeAlias
+from typing import Any, ClassVar, NoReturn, SupportsIndex, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +47,7 @@ from mpistrat.variables.writes import (
     ASSIGN,
     ASSIGN_ADD,
     ASSIGN_SUB,
+    Modes,
     Target,
     Write,
     check_modes,
@@ -56,21 +57,6 @@ Initial: TypeAlias = npt.ArrayLike | Callable[..., npt.ArrayLike] | InitialValue
 Value: TypeAlias = npt.ArrayLike | DistributedValues[Any]
 
 _HOST = Device("cpu")
-
-
-class _Modes(NamedTuple):
-    """What a program says about a variable besides its value."""
-
-    trainable: bool | None
-    synchronization: VariableSynchronization
-    aggregation: VariableAggregation
-
-    @property
-    def text(self) -> str:
-        """What replicas that make a variable together must have alike, as text."""
-        default = _Modes(None, VariableSynchronization.AUTO, VariableAggregation.NONE)
-        named = self._asdict().items()
-        return "".join(f", {n}={each}" for n, each in named if each != getattr(default, n))
 
 
 def _extended_in_scope() -> Any | None:
@@ -166,7 +152,7 @@ class Variable(NDArrayOperatorsMixin):
         split_axis: int | None = None,
     ) -> Variable:
         """Make the variable: in replica context one for all replicas of the rank."""
-        modes = _Modes(trainable, synchronization, aggregation)
+        modes = Modes(trainable, synchronization, aggregation)
         frame = context.current()
 
         def make() -> Variable:
@@ -204,7 +190,7 @@ class Variable(NDArrayOperatorsMixin):
     ) -> None:
         """Do nothing: Python calls this for each replica, of which the first has made it."""
 
-    def _make(self, initial: InitialValue, name: str | None, modes: _Modes) -> None:
+    def _make(self, initial: InitialValue, name: str | None, modes: Modes) -> None:
         """Set all attributes. **Collective** in a strategy."""
         frame, extended = context.current(), _extended_in_scope()
         self._strategy = None if extended is None or frame is None else frame.strategy

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -137,6 +137,21 @@ def _holds(dtype: np.dtype, numbers: np.ndarray) -> bool:
         return info.min <= int(numbers.min()) and int(numbers.max()) <= info.max
     order = {"b": 0, "i": 1, "u": 1, "f": 2, "c": 3}
     return order[numbers.dtype.kind] <= order[dtype.kind]
+
+
+class Modes(NamedTuple):
+    """What a program says about a variable besides its value."""
+
+    trainable: bool | None
+    synchronization: VariableSynchronization
+    aggregation: VariableAggregation
+
+    @property
+    def text(self) -> str:
+        """What replicas that make a variable together must have alike, as text."""
+        default = Modes(None, VariableSynchronization.AUTO, VariableAggregation.NONE)
+        named = self._asdict().items()
+        return "".join(f", {n}={each}" for n, each in named if each != getattr(default, n))
 
 
 def check_modes(name: str, synchronization: Any, aggregation: Any, dtype: np.dtype) -> None:
