@@ -21,7 +21,7 @@ from mpistrat.collectives.replica_collectives import apply_to_nest
 from mpistrat.context import call_in_update_context
 from mpistrat.errors import ContextError
 from mpistrat.failures import flight_dumps, logs
-from mpistrat.layout import Layout
+from mpistrat.layout import Layout, SharedLayout
 from mpistrat.options import (
     CommunicationOptions,
     InputContext,
@@ -31,6 +31,8 @@ from mpistrat.options import (
     ValueContext,
 )
 from mpistrat.replica import ReplicaContext
+from mpistrat.replicas.arithmetic import compare_arithmetic
+from mpistrat.replicas.replica_set import OneReplica, Replicas, ReplicaSet
 from mpistrat.strategies.extended_v1 import ExtendedV1
 from mpistrat.strategies.groups import RankGroups
 from mpistrat.strategies.reductions import (
@@ -43,7 +45,6 @@ from mpistrat.strategies.reductions import (
 from mpistrat.system.callsite import failure_site
 from mpistrat.tracing.spans import span
 from mpistrat.values import (
-    DistributedValues,
     PerReplica,
     batches_of,
     container_of,
@@ -52,6 +53,7 @@ from mpistrat.values import (
 )
 from mpistrat.variables import (
     MirroredVariable,
+    SyncOnReadVariable,
     Variable,
     check_replicas_agree,
     variables_to_compare,
@@ -99,15 +101,29 @@ class StrategyExtended(ExtendedV1):
     _is_default = False
     _distributes_variables = True
     _context_class: type[ReplicaContext] = ReplicaContext
+    _replica_set_class: type[ReplicaSet] = ReplicaSet
 
     def __init__(self, collectives: Collectives, groups: RankGroups | None = None) -> None:
         self._set_ranks(collectives, groups or RankGroups.of_one_rank(collectives))
         self._variable_numbers = itertools.count()
 
     def _set_ranks(self, collectives: Collectives, groups: RankGroups) -> None:
-        self._collectives, self._groups = collectives, groups
-        # On the way of every step: attributes of their own.
-        self._replicas, self._shards = groups.replicas, groups.shards
+        self._groups, self._shards = groups, groups.shards
+        self._replica_set: Replicas
+        if isinstance(collectives.layout, SharedLayout):
+            self._replica_set = self._replica_set_class(collectives, self._show)
+            collectives.arithmetic = compare_arithmetic(collectives)
+        else:
+            self._replica_set = OneReplica(collectives, self._show)
+            self._replicas = groups.replicas
+        if not TYPE_CHECKING:  # where variables look for it; other strategies have another group
+            self._group = self._replica_set
+
+    def _show(self, collectives: Collectives, layout: Layout) -> None:
+        """Take the collectives and the layout of the replica that runs, or of the rank."""
+        # Attributes, because every step of a program reads them.
+        self._collectives = self._replicas = collectives
+        self._layout = layout
 
     def _copied_for(self, container: Any) -> StrategyExtended:
         """Return a copy for another strategy on the same ranks."""
@@ -132,6 +148,7 @@ class StrategyExtended(ExtendedV1):
         )
         self._groups.close(error)
         self._collectives.close(error)
+        self._replica_set.close()
 
     def _require_scope(self, what: str) -> None:
         """Make sure that `what` is called within `Strategy.scope` or `Strategy.run`."""
@@ -163,6 +180,8 @@ class StrategyExtended(ExtendedV1):
 
     def _run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return what `call_for_each_replica` does, once that is checked."""
+        if not self._replica_set.is_one:
+            return self._replica_set.call(fn, args, kwargs, self._new_frame)
         local_args = [localize(each) for each in args]
         local_kwargs = {name: localize(kwargs[name]) for name in kwargs}
         # Not `with ReplicaContext(...)`, which would check once more what was checked above.
@@ -177,23 +196,36 @@ class StrategyExtended(ExtendedV1):
                 raise
         return self._merge(result)
 
+    def _new_frame(self) -> context.Frame:
+        """Return a replica context to enter."""
+        replica = self._context_class(self._container)
+        return context.Frame(context.Kind.REPLICA, self._container, replica)
+
     def _merge(self, result: Any) -> Any:
         return None if result is None else per_replica(result)
 
     def _reduce(self, reduce_op: ReduceOpLike, value: Any, axis: Any = None) -> Any:
         """Reduce `value` to host memory: see `Strategy.reduce`. **Collective**."""
         context.require_cross_replica(self._container, "reduce")
-        value = with_whole_values(reduce_op, value) if self._variable_partitioner else value
-        with self._replicas.call("reduce") as call:
-            return reduce_to_host(call, ReduceOp.parse(reduce_op), value, axis)
+
+        def reduced(own: Any) -> Any:
+            own = with_whole_values(reduce_op, own) if self._variable_partitioner else own
+            with self._replicas.call("reduce") as call:
+                return reduce_to_host(call, ReduceOp.parse(reduce_op), own, axis)
+
+        return self._replica_set.with_components("reduce", value, reduced)[0]
 
     def _gather(self, value: Any, axis: int) -> Any:
         """Concatenate `value` in host memory: see `Strategy.gather`. **Collective**."""
         context.require_cross_replica(self._container, "gather")
-        with self._replicas.call("gather") as call:
-            components = local_components(value)
-            gathered = apply_to_nest(call, AllGather.parse(call.kind, axis), components)
-        return nests.map_nest(host_result, gathered)
+
+        def gathered(own: Any) -> Any:
+            with self._replicas.call("gather") as call:
+                components = local_components(own)
+                results = apply_to_nest(call, AllGather.parse(call.kind, axis), components)
+            return nests.map_nest(host_result, results)
+
+        return self._replica_set.with_components("gather", value, gathered)[0]
 
     def reduce_to(
         self,
@@ -238,10 +270,19 @@ class StrategyExtended(ExtendedV1):
     ) -> list[Any]:
         """Reduce each value of `pairs` to its destination; `kind` names the public method."""
         context.require_cross_replica(self._container, kind)
-        if self._variable_partitioner is not None:
-            pairs = [(with_whole_values(reduce_op, value), where) for value, where in pairs]
-        with self._replicas.call(kind, options=options) as call:
-            return reduce_pairs(call, ReduceOp.parse(reduce_op), list(pairs), self._container)
+        given = list(pairs)
+        places = [where for _, where in given]
+
+        def reduced(own: list[Any]) -> list[Any]:
+            if self._variable_partitioner is not None:
+                own = [with_whole_values(reduce_op, value) for value in own]
+            with self._replicas.call(kind, options=options) as call:
+                own_pairs = list(zip(own, places, strict=True))
+                return reduce_pairs(call, ReduceOp.parse(reduce_op), own_pairs, self._container)
+
+        values = [value for value, _ in given]
+        results: list[Any] = self._replica_set.with_components(kind, values, reduced)[0]
+        return results
 
     def update(
         self,
@@ -285,6 +326,14 @@ class StrategyExtended(ExtendedV1):
         if isinstance(var, MirroredVariable) and var.split_axis is None:
             self._compare_arguments(var, args, kwargs)
         what = f"update of variable {var.name!r}"
+        if isinstance(var, SyncOnReadVariable) and not self._replica_set.is_one:
+            self._collectives.channel.ledger.updates += 1
+            results = self._replica_set.each(
+                lambda: context.result_in_update_context(
+                    self._container, what, fn, (var,), args, kwargs or {}
+                )
+            )
+            return self._replica_set.joined(results) if group else tuple(results)
         return call_in_update_context(self._container, what, fn, (var,), args, kwargs, group)
 
     def _compare_arguments(self, var: Variable, args: Any, kwargs: Any) -> None:
@@ -444,22 +493,19 @@ class StrategyExtended(ExtendedV1):
     """Whether variables lie on other ranks, which this one asks by messages."""
     _kind_of_variables = "mirrored"
     """Of those that are written together and not cut."""
-    _kind_of_counters = "mirrored"
-    """Of variables that all ranks change alike without a message."""
-    _kind_on_read = "on_read"
-    """Of SyncOnRead variables."""
     _variable_partitioner: Callable[..., Any] | None = None
     """What is asked into how many parts a variable is cut."""
 
     def _kind_of_variable(self, initial: Any, on_read: bool) -> str:
         """Return the kind of a new variable, by the name that its class has registered."""
+        instead = self._replica_set.kinds
         if on_read:
-            return "split_on_read" if initial.is_split else self._kind_on_read
+            return "split_on_read" if initial.is_split else instead.get("on_read", "on_read")
         if initial.is_cut_by(self._variable_partitioner):
             return "sharded"
         if initial.is_replicated:
-            return self._kind_of_counters
-        kind = self._kind_of_variables
+            return instead.get("mirrored", "mirrored")
+        kind = instead.get(self._kind_of_variables, self._kind_of_variables)
         return "split" if initial.is_split and kind == "mirrored" else kind
 
     def _note_optimizer(self, optimizer: Any) -> None:
@@ -468,12 +514,7 @@ class StrategyExtended(ExtendedV1):
     def _check_may_save(self, what: str) -> None:
         """Refuse to save or restore on a rank that cannot."""
 
-    # Replicas: several on a rank with `num_replicas=`
-
-    @property
-    def _layout(self) -> Layout:
-        """Which replica and which shard of it this rank is."""
-        return self._collectives.layout
+    # Replicas of this rank: see `ReplicaSet`
 
     @property
     def local_replica_ids(self) -> range:
@@ -486,31 +527,24 @@ class StrategyExtended(ExtendedV1):
 
     def _on_replicas(self, function: Callable[[], Any]) -> Any:
         """Return what `function` returns, called as each replica of this rank; of the first."""
-        return function()
+        return self._replica_set.each(function)[0]
 
     def _once(self, function: Callable[[], Any]) -> Any:
-        """Return what `function` returns, called once where the replicas of this rank meet."""
-        return function()
+        """Return what `function` returns, called once by all replicas of this rank."""
+        return self._replica_set.once(function)
 
     def _make_together(self, make: Callable[[], Any], name: str | None, modes: str) -> Any:
         """Return the variable called `name` that the replicas of this rank make."""
-        return make()
+        what = f"Variable of {name!r}{modes}"
+        return self._replica_set.make_together(self._container, make, what)
 
     def _own_of(self, of_replicas: Sequence[Any]) -> Any:
         """Return the item of the replica that runs, of one for each replica of this rank."""
-        return of_replicas[0]
+        return self._replica_set.own(of_replicas)
 
     def _each_own(self, make: Callable[[], Any]) -> list[Any]:
         """Return one item for each replica of this rank."""
-        return [make()]
-
-    def _with_components(self, kind: str, value: Any, function: Callable[[Any], Any]) -> list[Any]:
-        """Return what `function` returns of the component of each replica of this rank."""
-        return [function(localize(value))]
-
-    def _joined(self, of_replicas: Sequence[Any]) -> Any:
-        """Return the results of the replicas of this rank as one value."""
-        return of_replicas[0]
+        return [make() for _ in self._replica_set.ids]
 
     # What the methods of `Strategy` about data sets do
 
@@ -521,8 +555,8 @@ class StrategyExtended(ExtendedV1):
         from mpistrat.data.distribute import distribute  # programs without data need none of it
 
         context.require_cross_replica(self._container, "experimental_distribute_dataset")
-        return self._owned(
-            distribute(dataset, options, self._collectives, self._collectives.device)
+        return self._distributed(
+            lambda: distribute(dataset, options, self._collectives, self._collectives.device)
         )
 
     def _distribute_from_function(
@@ -532,10 +566,25 @@ class StrategyExtended(ExtendedV1):
         from mpistrat.data.distribute import distribute_from_function
 
         context.require_cross_replica(self._container, "distribute_datasets_from_function")
-        made = distribute_from_function(
-            dataset_fn, options, self._collectives, self._collectives.device
+        return self._distributed(
+            lambda: distribute_from_function(
+                dataset_fn, options, self._collectives, self._collectives.device
+            )
         )
-        return self._owned(made)
+
+    def _distributed(self, distribute: Callable[[], DistributedDataset]) -> DistributedDataset:
+        """Return what `distribute` returns for the replicas of this rank, joined."""
+        return self._owned(self._joined_datasets(self._replica_set.each(distribute)))
+
+    def _joined_datasets(self, of_replicas: Sequence[DistributedDataset]) -> DistributedDataset:
+        from mpistrat.data.distributed_dataset import ReplicatedDataset
+
+        replicas = self._replica_set
+        if isinstance(replicas, OneReplica):
+            return of_replicas[0]
+        return ReplicatedDataset(
+            of_replicas, replicas.each, replicas.per_replica, replicas.own, replicas.ranks
+        )
 
     def _owned(self, dataset: DistributedDataset) -> DistributedDataset:
         dataset.strategy = self._container
@@ -545,14 +594,11 @@ class StrategyExtended(ExtendedV1):
 
     def _local_results(self, value: Any) -> tuple[Any, ...]:
         """Return a tuple with this rank's component of `value`."""
-        return value.values if isinstance(value, Variable) else (localize(value),)
+        is_variable = isinstance(value, Variable)
+        return value.values if is_variable else self._replica_set.local_results(value)
 
     def _values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
         """Return ``value_fn(context)`` with each leaf as a `PerReplica`."""
-        layout = self._collectives.layout
-        nest = value_fn(ValueContext(layout.replica_id, layout.num_replicas))
-        return nests.map_nest(_as_per_replica, nest)
-
-
-def _as_per_replica(leaf: Any) -> Any:
-    return leaf if isinstance(leaf, DistributedValues | Variable | None) else PerReplica(leaf)
+        replicas = self._replica_set
+        made = [value_fn(ValueContext(each, replicas.num_replicas)) for each in replicas.ids]
+        return replicas.joined_values(made)

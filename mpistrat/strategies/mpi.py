@@ -270,24 +270,14 @@ class MPIStrategy(Strategy):
             _warn_of_shared_cores(num_mates, world.num_cores)
         if comm.size > 1:
             _warn_of_missing_kernels()
-        extended: StrategyExtended
-        if num_replicas is None:
-            ranks = Collectives(channel, capabilities, options, layout)
-            extended = self._extended_class(ranks, open_groups(ranks))
-        else:
-            # Most programs want none of these.
-            if elastic:
-                from mpistrat.strategies.elastic.extended import ElasticCollectives, ElasticExtended
+        kind_of_ranks = Collectives if num_replicas is None else OrderedCollectives
+        extended_class = self._extended_class
+        if elastic:  # most programs want none of it
+            from mpistrat.strategies.elastic.extended import ElasticCollectives, ElasticExtended
 
-                extended = ElasticExtended(
-                    ElasticCollectives(channel, capabilities, options, layout)
-                )
-            else:
-                from mpistrat.strategies.replicated import ReplicatedExtended
-
-                extended = ReplicatedExtended(
-                    OrderedCollectives(channel, capabilities, options, layout)
-                )
+            kind_of_ranks, extended_class = ElasticCollectives, ElasticExtended
+        ranks = kind_of_ranks(channel, capabilities, options, layout)
+        extended = extended_class(ranks, open_groups(ranks))
         super().__init__(extended)
         self.extended._variable_partitioner = variable_partitioner
         self._cluster_resolver = ClusterResolver(

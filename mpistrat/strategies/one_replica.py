@@ -258,9 +258,7 @@ class OneDeviceStrategy(Strategy):
         layout = SharedLayout.of(as_integer("num_replicas", num_replicas), 1, 0)
         options = in_order(ranks.options)
         ordered = OrderedCollectives(ranks.channel, ranks.capabilities, options, layout)
-        from mpistrat.strategies.replicated import ReplicatedExtended  # most programs want none
-
-        super().__init__(ReplicatedExtended(ordered))
+        super().__init__(StrategyExtended(ordered))
 
     @property
     def cluster_resolver(self) -> ClusterResolver:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 from mpistrat import context, nests
 from mpistrat.arrays import Array, host_copy, is_on_host, place
 from mpistrat.errors import ReplicaLostError
-from mpistrat.strategies.replica_group import ReplicaGroup
+from mpistrat.replicas.replica_set import ReplicaSet
 from mpistrat.values import LocalReplicas, register_storage
 from mpistrat.variables.replicated import ReplicatedOnRead, ReplicatedVariable
 from mpistrat.variables.writes import Write
@@ -22,11 +23,11 @@ _Again = Callable[[Sequence[int]], Sequence[Any]]
 class ElasticReplicas(LocalReplicas[Any]):
     """A `PerReplica` that knows where the components of other replicas come from."""
 
-    __slots__ = ("_again", "_group", "_ids")
+    __slots__ = ("_again", "_ids", "_replica_set")
 
-    def __init__(self, components: Sequence[Any], group: ElasticGroup) -> None:
-        super().__init__(components, group.turn_now)
-        self._group, self._ids = group, group.ids
+    def __init__(self, components: Sequence[Any], replicas: ElasticReplicaSet) -> None:
+        super().__init__(components, replicas.turn_now)
+        self._replica_set, self._ids = replicas, replicas.ids
         self._again: _Again | None = None
 
     @property
@@ -41,7 +42,7 @@ class ElasticReplicas(LocalReplicas[Any]):
 
     def _renew(self) -> None:
         """Have the components of the replicas that this rank has now."""
-        ids = self._group.ids
+        ids = self._replica_set.ids
         if ids == self._ids:
             return
         if self._again is None:
@@ -76,8 +77,12 @@ class ElasticReplicas(LocalReplicas[Any]):
         self._again = again
 
 
-class ElasticGroup(ReplicaGroup):
+class ElasticReplicaSet(ReplicaSet):
     """The replicas of this rank, which may become more."""
+
+    kinds: Mapping[str, str] = MappingProxyType(
+        {"mirrored": "elastic", "on_read": "elastic_on_read"}
+    )
 
     def per_replica(self, components: Sequence[Any]) -> ElasticReplicas:
         """Return the distributed value of the replicas' components."""
@@ -159,7 +164,7 @@ class ElasticOnRead(ReplicatedOnRead, kind="elastic_on_read"):
 
     def _restore(self, of_replicas: Mapping[int, bytes]) -> None:
         """Have the components of the replicas that are now those of this rank."""
-        device, ids = self._target.device, self.strategy.extended._group.ids
+        device, ids = self._target.device, self.strategy.extended._replica_set.ids
         first = self._at_first.tobytes()
         components = [
             np.ndarray(self.shape, self.dtype, of_replicas.get(each, first)).copy() for each in ids
