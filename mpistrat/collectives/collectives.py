@@ -73,7 +73,7 @@ class CollectiveCall(Call):
             )
         if not self._collectives.has_checked(self.options):
             check_options(self.options, self._collectives.capabilities)
-        if self._collectives.is_ordered:
+        if self._collectives.is_deterministic:
             check_can_order(self.options)
 
     def prepare(
@@ -174,10 +174,10 @@ class CollectiveCall(Call):
 
 
 class Collectives(RunsUnits):
-    """The collectives of one group of ranks; `options` are for calls that pass none."""
+    """The collectives of one group of ranks; `options` are for calls that pass none.
 
-    is_ordered = False
-    """Whether all reductions use one tree, whatever the options."""
+    With `is_deterministic`, all reductions are deterministic, whatever the options.
+    """
 
     def __init__(
         self,
@@ -186,7 +186,10 @@ class Collectives(RunsUnits):
         options: CommunicationOptions,
         layout: Layout | None = None,
         is_part: bool = False,
+        is_deterministic: bool = False,
     ) -> None:
+        self.is_deterministic = is_deterministic
+        options = _deterministic(options) if is_deterministic else options
         check_options(options, capabilities)
         self.channel = channel
         self.layout = Layout(channel.size, channel.rank) if layout is None else layout
@@ -253,7 +256,11 @@ class Collectives(RunsUnits):
     def again(self, channel: Channel | None = None, layout: Layout | None = None) -> Collectives:
         """Return others of this kind, with another channel or layout where given."""
         return type(self)(
-            channel or self.channel, self.capabilities, self.options, layout or self.layout
+            channel or self.channel,
+            self.capabilities,
+            self.options,
+            layout or self.layout,
+            is_deterministic=self.is_deterministic,
         )
 
     def has_checked(self, options: CommunicationOptions) -> bool:
@@ -276,8 +283,8 @@ class Collectives(RunsUnits):
         if options is None:
             # `wire_dtype` may round a value that the program reduces, not the state of an object.
             options = self.options if name is None else self._lossless_options
-        elif self.is_ordered and isinstance(options, CommunicationOptions):
-            options = in_order(options)
+        elif self.is_deterministic and isinstance(options, CommunicationOptions):
+            options = _deterministic(options)
         return CollectiveCall(self, kind, name, options)
 
     def fast_path(self, op: object, array: np.ndarray) -> FastReduction | JointReduction | None:
@@ -332,12 +339,6 @@ class Collectives(RunsUnits):
         return self.gather_json(value if self.rank == root else None, kind)[root]
 
 
-class OrderedCollectives(Collectives):
-    """The collectives of a strategy with ``num_replicas=``; `options` are `in_order`."""
-
-    is_ordered = True
-
-
 def check_can_order(options: CommunicationOptions) -> None:
     """Refuse what rounds, or adds up elsewhere, in an order that depends on the ranks."""
     if options.wire_dtype is not None:
@@ -353,7 +354,7 @@ def check_can_order(options: CommunicationOptions) -> None:
 
 
 @functools.lru_cache
-def in_order(options: CommunicationOptions) -> CommunicationOptions:
+def _deterministic(options: CommunicationOptions) -> CommunicationOptions:
     """Return `options` with `deterministic`, the same object each time."""
     return dataclasses.replace(options, deterministic=True)
 

@@ -13,12 +13,7 @@ from mpistrat import context
 from mpistrat.agreement.call import AllOrNone
 from mpistrat.arguments import as_bool, as_integer
 from mpistrat.arrays import Device
-from mpistrat.collectives.collectives import (
-    Collectives,
-    OrderedCollectives,
-    check_can_order,
-    in_order,
-)
+from mpistrat.collectives.collectives import Collectives, check_can_order
 from mpistrat.comm.device_reducers import DeviceCapabilities
 from mpistrat.comm.selection import check_options
 from mpistrat.failures import flight_dumps
@@ -235,7 +230,6 @@ class MPIStrategy(Strategy):
                 total = as_integer("num_replicas", num_replicas)
                 layout = SharedLayout.of(total, comm.size, comm.rank)
                 check_can_order(options)
-                options = in_order(options)
             chosen = settings()
             channel.timeout_s = chosen.timeout_s
             flight_dumps.install(
@@ -270,13 +264,14 @@ class MPIStrategy(Strategy):
             _warn_of_shared_cores(num_mates, world.num_cores)
         if comm.size > 1:
             _warn_of_missing_kernels()
-        kind_of_ranks = Collectives if num_replicas is None else OrderedCollectives
-        extended_class = self._extended_class
+        kind_of_ranks, extended_class = Collectives, self._extended_class
         if elastic:  # most programs want none of it
             from mpistrat.strategies.elastic.extended import ElasticCollectives, ElasticExtended
 
             kind_of_ranks, extended_class = ElasticCollectives, ElasticExtended
-        ranks = kind_of_ranks(channel, capabilities, options, layout)
+        ranks = kind_of_ranks(
+            channel, capabilities, options, layout, is_deterministic=num_replicas is not None
+        )
         extended = extended_class(ranks, open_groups(ranks))
         super().__init__(extended)
         self.extended._variable_partitioner = variable_partitioner

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mpistrat import context, nests
 from mpistrat.arguments import as_integer
 from mpistrat.arrays import Device
-from mpistrat.collectives.collectives import Collectives, OrderedCollectives, in_order
+from mpistrat.collectives.collectives import Collectives
 from mpistrat.errors import ContextError, warn_deprecated
 from mpistrat.layout import SharedLayout
 from mpistrat.mpi.launcher import find_launcher
@@ -256,8 +256,9 @@ class OneDeviceStrategy(Strategy):
             super().__init__(StrategyExtended(ranks))
             return
         layout = SharedLayout.of(as_integer("num_replicas", num_replicas), 1, 0)
-        options = in_order(ranks.options)
-        ordered = OrderedCollectives(ranks.channel, ranks.capabilities, options, layout)
+        ordered = Collectives(
+            ranks.channel, ranks.capabilities, ranks.options, layout, is_deterministic=True
+        )
         super().__init__(StrategyExtended(ordered))
 
     @property

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpistrat import nests
-from mpistrat.collectives.collectives import CollectiveCall, Collectives, OrderedCollectives
+from mpistrat.collectives.collectives import CollectiveCall, Collectives
 from mpistrat.errors import CollectiveError
 from mpistrat.failures.losses import leave_lost
 from mpistrat.options import CommunicationOptions, ValueContext
@@ -17,7 +17,7 @@ from mpistrat.strategies.extended import StrategyExtended
 from mpistrat.strategies.groups import RankGroups
 
 
-class ElasticCollectives(OrderedCollectives):
+class ElasticCollectives(Collectives):
     """The collectives of an elastic strategy, each in a unit."""
 
     is_elastic = True
