@@ -22,17 +22,17 @@ from mpistrat.arrays import is_array
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.comm.replica_reducer import Meetings
 from mpistrat.errors import CollectiveError
-from mpistrat.layout import Layout, SharedLayout
+from mpistrat.layout import Layout
 from mpistrat.meeting import Meeting, Member
 from mpistrat.options import VariableSynchronization
 from mpistrat.system.callsite import failure_site, site_of_thread
 from mpistrat.tracing.spans import span
 from mpistrat.values import (
     DistributedValues,
-    LocalReplicas,
     Mirrored,
     PerReplica,
     is_value,
+    join_components,
     localize,
     per_replica,
 )
@@ -136,7 +136,6 @@ class ReplicaSet:
         """Take the replicas that the layout of the ranks says now."""
         ranks = self.ranks
         of_rank = ranks.layout
-        assert isinstance(of_rank, SharedLayout)
         self.num_replicas = of_rank.num_replicas
         self.ids = of_rank.local_replicas
         self._layouts = [dataclasses.replace(of_rank, running=each) for each in self.ids]
@@ -177,9 +176,9 @@ class ReplicaSet:
         """Return the position of the replica that runs, ``None`` outside of all."""
         return self._turn
 
-    def per_replica(self, components: Sequence[Any]) -> LocalReplicas[Any]:
+    def per_replica(self, components: Sequence[Any]) -> PerReplica[Any]:
         """Return the distributed value of the replicas' components."""
-        return LocalReplicas(components, self.turn_now)
+        return join_components(components, self.turn_now)
 
     # Calls
 
@@ -319,7 +318,7 @@ class ReplicaSet:
     def _components(self, nest: Any) -> Sequence[Any]:
         """Return an argument of `run` as each replica of this rank gets it."""
         count = len(self.ids)
-        if isinstance(nest, LocalReplicas):
+        if isinstance(nest, PerReplica):
             components = nest.values
             if len(components) == count:
                 return components
@@ -521,10 +520,12 @@ def _code_text(code: Any) -> str:
 
 def _part(position: int, leaf: Any) -> Any:
     """Return what one replica gets of a leaf that `merge_fn` returns."""
-    is_owned = _is_variable(leaf) and leaf.strategy is not None
-    if isinstance(leaf, LocalReplicas) or (
-        is_owned and leaf.synchronization is VariableSynchronization.ON_READ
-    ):
+    has_components = isinstance(leaf, PerReplica) or (
+        _is_variable(leaf)
+        and leaf.strategy is not None
+        and leaf.synchronization is VariableSynchronization.ON_READ
+    )
+    if has_components and position < len(leaf.values):
         return leaf.values[position]
     if isinstance(leaf, DistributedValues):
         leaf = leaf.values[0]

@@ -21,7 +21,7 @@ from mpistrat.collectives.replica_collectives import apply_to_nest
 from mpistrat.context import call_in_update_context
 from mpistrat.errors import ContextError
 from mpistrat.failures import flight_dumps, logs
-from mpistrat.layout import Layout, SharedLayout
+from mpistrat.layout import Layout
 from mpistrat.options import (
     CommunicationOptions,
     InputContext,
@@ -110,7 +110,7 @@ class StrategyExtended(ExtendedV1):
     def _set_ranks(self, collectives: Collectives, groups: RankGroups) -> None:
         self._groups, self._shards = groups, groups.shards
         self._replica_set: Replicas
-        if isinstance(collectives.layout, SharedLayout):
+        if collectives.layout.is_shared:
             self._replica_set = self._replica_set_class(collectives, self._show)
             collectives.arithmetic = compare_arithmetic(collectives)
         else:
@@ -574,17 +574,15 @@ class StrategyExtended(ExtendedV1):
 
     def _distributed(self, distribute: Callable[[], DistributedDataset]) -> DistributedDataset:
         """Return what `distribute` returns for the replicas of this rank, joined."""
-        return self._owned(self._joined_datasets(self._replica_set.each(distribute)))
+        of_replicas = self._replica_set.each(distribute)
+        is_one = self._replica_set.is_one
+        return self._owned(of_replicas[0] if is_one else self._joined_datasets(of_replicas))
 
     def _joined_datasets(self, of_replicas: Sequence[DistributedDataset]) -> DistributedDataset:
-        from mpistrat.data.distributed_dataset import ReplicatedDataset
+        from mpistrat.data.distributed_dataset import DistributedDataset
 
-        replicas = self._replica_set
-        if isinstance(replicas, OneReplica):
-            return of_replicas[0]
-        return ReplicatedDataset(
-            of_replicas, replicas.each, replicas.per_replica, replicas.own, replicas.ranks
-        )
+        parts = [part for each in of_replicas for part in each._parts]
+        return DistributedDataset(parts, self._collectives, self._replica_set)
 
     def _owned(self, dataset: DistributedDataset) -> DistributedDataset:
         dataset.strategy = self._container

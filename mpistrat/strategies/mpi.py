@@ -20,7 +20,7 @@ from mpistrat.failures import flight_dumps
 from mpistrat.failures.connect import open_channel
 from mpistrat.failures.losses import explained_losses
 from mpistrat.failures.watchdog import watch_device
-from mpistrat.layout import Layout, SharedLayout
+from mpistrat.layout import Layout
 from mpistrat.mpi.world import (
     World,
     communicator,
@@ -228,7 +228,7 @@ class MPIStrategy(Strategy):
             if num_replicas is not None:
                 _check_is_alone(layout, variable_partitioner)
                 total = as_integer("num_replicas", num_replicas)
-                layout = SharedLayout.of(total, comm.size, comm.rank)
+                layout = Layout.shared(total, comm.size, comm.rank)
                 check_can_order(options)
             chosen = settings()
             channel.timeout_s = chosen.timeout_s

@@ -12,7 +12,7 @@ from mpistrat.arguments import as_integer
 from mpistrat.arrays import Device
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.errors import ContextError, warn_deprecated
-from mpistrat.layout import SharedLayout
+from mpistrat.layout import Layout
 from mpistrat.mpi.launcher import find_launcher
 from mpistrat.options import (
     CommunicationOptions,
@@ -255,7 +255,7 @@ class OneDeviceStrategy(Strategy):
         if num_replicas is None:
             super().__init__(StrategyExtended(ranks))
             return
-        layout = SharedLayout.of(as_integer("num_replicas", num_replicas), 1, 0)
+        layout = Layout.shared(as_integer("num_replicas", num_replicas), 1, 0)
         ordered = Collectives(
             ranks.channel, ranks.capabilities, ranks.options, layout, is_deterministic=True
         )

@@ -124,7 +124,8 @@ class ElasticExtended(StrategyExtended):
     def _joined_datasets(self, of_replicas: Sequence[Any]) -> Any:
         from mpistrat.strategies.elastic.dataset import ElasticDataset
 
-        return ElasticDataset(of_replicas, self._replica_set)
+        parts = [part for each in of_replicas for part in each._parts]
+        return ElasticDataset(parts, self._replica_set)
 
     def _values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
         replicas = self._replica_set

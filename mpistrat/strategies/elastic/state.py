@@ -19,8 +19,7 @@ from mpistrat.agreement.ledger import Signature
 from mpistrat.arrays import Array
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.collectives.objects import as_bytes, from_bytes
-from mpistrat.layout import SharedLayout
-from mpistrat.sharding import replicas_of_ranks
+from mpistrat.layout import Layout
 from mpistrat.strategies.elastic.values import ElasticReplicas
 from mpistrat.system.units import on_undo
 
@@ -49,7 +48,7 @@ class ElasticState:
         self._num_on_read = 0
         self._kept: Sequence[bytes] = ()
         """What each rank has sent at the end of the last unit that has written."""
-        self._kept_layout: SharedLayout | None = None
+        self._kept_layout: Layout | None = None
         """Which replicas each rank had then."""
         self._signatures: dict[str, Signature] = {}
 
@@ -100,13 +99,12 @@ class ElasticState:
         layout = self._kept_layout
         if layout is None:
             return found
-        shares = replicas_of_ranks(layout.total, layout.num_ranks)
-        for replicas, text in zip(shares, self._kept, strict=True):
+        for rank, text in enumerate(self._kept):
             begin, end = _HEAD.size, _end_of_variables(text)
             while begin < end:
                 number, size = _NUMBERS.unpack_from(text, begin)
                 begin += _NUMBERS.size
-                for replica in replicas:
+                for replica in layout.replicas_of(rank):
                     found.setdefault(number, {})[replica] = text[begin : begin + size]
                     begin += size
         return found
@@ -131,9 +129,7 @@ class ElasticState:
             parts.append(as_bytes(short))
         with ranks.call(what) as call:
             texts = _exchanged(call, self._signature(call), b"".join(parts))
-        layout = ranks.layout
-        assert isinstance(layout, SharedLayout)
-        return functools.partial(self._keep, layout, texts, values)
+        return functools.partial(self._keep, ranks.layout, texts, values)
 
     def meet(self, ranks: Collectives, what: str) -> None:
         """Wait for all ranks at the end of the unit `what`. **Collective**."""
@@ -148,7 +144,7 @@ class ElasticState:
         return signature
 
     def _keep(
-        self, layout: SharedLayout, texts: Sequence[bytes], values: dict[int, ElasticReplicas]
+        self, layout: Layout, texts: Sequence[bytes], values: dict[int, ElasticReplicas]
     ) -> None:
         self._kept_layout, self._kept = layout, texts
         for position, value in values.items():

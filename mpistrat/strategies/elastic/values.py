@@ -12,7 +12,7 @@ from mpistrat import context, nests
 from mpistrat.arrays import Array, host_copy, is_on_host, place
 from mpistrat.errors import ReplicaLostError
 from mpistrat.replicas.replica_set import ReplicaSet
-from mpistrat.values import LocalReplicas, register_storage
+from mpistrat.values import PerReplica, register_storage
 from mpistrat.variables.replicated import ReplicatedOnRead, ReplicatedVariable
 from mpistrat.variables.writes import Write
 
@@ -20,13 +20,14 @@ _Again = Callable[[Sequence[int]], Sequence[Any]]
 """Returns the components of some replicas."""
 
 
-class ElasticReplicas(LocalReplicas[Any]):
+class ElasticReplicas(PerReplica[Any]):
     """A `PerReplica` that knows where the components of other replicas come from."""
 
     __slots__ = ("_again", "_ids", "_replica_set")
 
     def __init__(self, components: Sequence[Any], replicas: ElasticReplicaSet) -> None:
-        super().__init__(components, replicas.turn_now)
+        super().__init__(components[0])
+        self._join(components, replicas.turn_now)
         self._replica_set, self._ids = replicas, replicas.ids
         self._again: _Again | None = None
 
