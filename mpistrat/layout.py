@@ -53,7 +53,7 @@ class Layout:
 
     @property
     def is_shared(self) -> bool:
-        """Whether each rank has its share of a number of replicas that the program asked for."""
+        """Whether the program says how many replicas there are, of which each rank has its share."""
         return self.total is not None
 
     @property

@@ -12,14 +12,14 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from mpistrat.agreement.call import AllOrNone, Call, CommonOutcome
 from mpistrat.agreement.channel import Channel
 from mpistrat.arrays import Array, Device
-from mpistrat.collectives.fast_reduction import FastReduction, JointReduction
+from mpistrat.collectives.fast_reduction import FastReduction
 from mpistrat.collectives.reduction import Reduction
 from mpistrat.comm.device_reducers import DeviceCapabilities
 from mpistrat.comm.packing import describe_function
@@ -34,6 +34,15 @@ if TYPE_CHECKING:
 
 _MAX_REDUCTIONS = 1024
 """More reductions than any loop repeats; a program with ever new shapes starts again there."""
+
+
+class Fast(Protocol):
+    """Fast path of an `all_reduce`: a `FastReduction`, or that of all replicas of a rank."""
+
+    reduction: Reduction
+
+    def all_reduce(self, array: np.ndarray, out: np.ndarray | None = None) -> Array | None:
+        """Return `array` reduced over ranks, ``None`` if a call must do it."""
 
 
 class CollectiveCall(Call):
@@ -112,16 +121,15 @@ class CollectiveCall(Call):
                 collectives.reductions[key] = reduction
         return reduction
 
-    def fast(self, reduction: Reduction) -> FastReduction | JointReduction:
+    def fast(self, reduction: Reduction) -> Fast:
         """Return the fast path by which calls like this one repeat `reduction`."""
-        joint = self.joint(reduction)
+        joint: Fast | None = self.joint(reduction)
         return joint if joint is not None else FastReduction(self, reduction, self._renewal())
 
-    def joint(self, reduction: Reduction) -> JointReduction | None:
+    def joint(self, reduction: Reduction) -> Any:
         """Return what repeats `reduction` for all replicas of this rank, if it has several."""
-        if not reduction.of_replicas:
-            return None
-        return JointReduction(self, reduction, self._renewal())
+        make = self._collectives.joint_reduction
+        return None if make is None else make(self, reduction, self._renewal())
 
     def _renewal(self) -> Callable[[], CollectiveCall]:
         return functools.partial(self._collectives.call, self.kind, self.name)
@@ -201,10 +209,12 @@ class Collectives(RunsUnits):
         self.describe = describe_function()
         self.reductions: dict[Any, Reduction] = {}
         """The reductions of earlier calls, by all that they check."""
-        self._fast: dict[tuple[object, bytes], FastReduction | JointReduction] = {}
+        self._fast: dict[tuple[object, bytes], Fast] = {}
         """Fast paths for one array, by op and description, for calls that pass no options."""
         self.rank = channel.rank
         self.size = channel.size
+        self.joint_reduction: Callable[..., Any] | None = None
+        """Makes what repeats a reduction for all replicas of this rank, for one of several."""
         self.arithmetic = ""
         """Fingerprint of what the bits depend on, where they do not depend on the ranks."""
         self.is_closed = False
@@ -287,7 +297,7 @@ class Collectives(RunsUnits):
             options = _deterministic(options)
         return CollectiveCall(self, kind, name, options)
 
-    def fast_path(self, op: object, array: np.ndarray) -> FastReduction | JointReduction | None:
+    def fast_path(self, op: object, array: np.ndarray) -> Fast | None:
         """Return the fast path for the `all_reduce` of such an array, if a call has kept one."""
         described = self.describe([array])
         known = self._fast.get((op, described)) if described is not None else None

@@ -17,14 +17,15 @@ import numpy as np
 
 from mpistrat import context, nests
 from mpistrat.agreement.channel import Channel
-from mpistrat.agreement.replica_channel import ReplicaChannel, describe_apart
 from mpistrat.arrays import is_array
 from mpistrat.collectives.collectives import Collectives
-from mpistrat.comm.replica_reducer import Meetings
 from mpistrat.errors import CollectiveError
 from mpistrat.layout import Layout
-from mpistrat.meeting import Meeting, Member
 from mpistrat.options import VariableSynchronization
+from mpistrat.replicas.channel import ReplicaChannel, replicas_disagree
+from mpistrat.replicas.joint_reduction import joint_reduction
+from mpistrat.replicas.reducer import ReplicaLinks
+from mpistrat.replicas.threads import ReplicaCall, ReplicaThreads
 from mpistrat.system.callsite import failure_site, site_of_thread
 from mpistrat.tracing.spans import span
 from mpistrat.values import (
@@ -127,9 +128,9 @@ class ReplicaSet:
         self.ranks = ranks
         self._show = show
         self._turn: int | None = None
-        self._meetings: list[Meeting] = []
-        self._running: list[Meeting] = []
-        """Those that run, each within an act of the one before."""
+        self._threads: list[ReplicaThreads] = []
+        self._running: list[ReplicaThreads] = []
+        """Those that run, each within the common work of the one before."""
         self.reform()
 
     def reform(self) -> None:
@@ -140,7 +141,7 @@ class ReplicaSet:
         self.ids = of_rank.local_replicas
         self._layouts = [dataclasses.replace(of_rank, running=each) for each in self.ids]
         self._layouts.append(of_rank)
-        self._ways = Meetings(self.meet, self.errand)
+        self._links = ReplicaLinks(self.meet, self.run_on_main)
         # A replica that has a rank for itself communicates as the rank does.
         self._members: list[Collectives] = (
             [ranks]
@@ -152,9 +153,10 @@ class ReplicaSet:
 
     def _member(self, replica_id: int) -> Collectives:
         ranks = self.ranks
-        channel = ReplicaChannel(ranks.channel, self._ways, replica_id, self.num_replicas)
+        channel = ReplicaChannel(ranks.channel, self._links, replica_id, self.num_replicas)
         made = ranks.again(channel, Layout(self.num_replicas, replica_id))
         made.number = ranks.number
+        made.joint_reduction = joint_reduction
         return made
 
     @property
@@ -184,15 +186,15 @@ class ReplicaSet:
 
     def run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
         """Return what `functions`, one for each replica of this rank, return."""
-        meeting = next((each for each in self._meetings if not each.is_busy), None)
-        if meeting is None:
-            meeting = Meeting(self, self._not_met)
-            self._meetings.append(meeting)
+        threads = next((each for each in self._threads if not each.is_busy), None)
+        if threads is None:
+            threads = ReplicaThreads(self, self._disagreement)
+            self._threads.append(threads)
         before = self._turn
-        self._running.append(meeting)
+        self._running.append(threads)
         self.ranks.channel.running = self._whose_turn
         try:
-            return meeting.run(functions)
+            return threads.run(functions)
         finally:
             self._running.pop()
             self.turn = before
@@ -285,18 +287,18 @@ class ReplicaSet:
         return self.meet(what, make, made_once)
 
     def meet(self, what: str, given: Any, act: Callable[[list[Any]], Sequence[Any]]) -> Any:
-        """Have the replicas of this rank meet: see `Meeting.meet`."""
+        """Wait for the other replicas of this rank: see `ReplicaThreads.meet`."""
         return self._running[-1].meet(what, given, act)
 
-    def errand(self, do: Callable[[], object]) -> None:
-        """Have the calling thread call `do`: see `Meeting.errand`."""
-        self._running[-1].errand(do)
+    def run_on_main(self, do: Callable[[], object]) -> None:
+        """Have the main thread call `do`: see `ReplicaThreads.run_on_main`."""
+        self._running[-1].run_on_main(do)
 
     def close(self) -> None:
         """End the threads."""
-        for each in self._meetings:
+        for each in self._threads:
             each.close()
-        self._meetings.clear()
+        self._threads.clear()
 
     # Components
 
@@ -432,11 +434,13 @@ class ReplicaSet:
         merge_fn = given[0][0]
         codes = [_code_of(each) for each, _, _ in given]
         if any(code is not codes[0] for code in codes):
-            raise self._apart([f"merge_call of {_code_text(each)}" for each in codes])
+            raise self._different([f"merge_call of {_code_text(each)}" for each in codes])
         args, kwargs = self._join(
             [(args, kwargs) for _, args, kwargs in given],
             self._joined_argument,
-            lambda them: self._apart([f"merge_call with {nests.signature(each)}" for each in them]),
+            lambda them: self._different(
+                [f"merge_call with {nests.signature(each)}" for each in them]
+            ),
         )
         result = _call_merged(channel, strategy, merge_fn, args, kwargs)
         positions = range(len(self.ids))
@@ -444,22 +448,25 @@ class ReplicaSet:
 
     # Disagreements
 
-    def _apart(self, calls: Sequence[str]) -> BaseException:
-        """Return the error for replicas that have met with different `calls`. **Collective**."""
+    def _different(self, calls: Sequence[str]) -> BaseException:
+        """Return the error for replicas that make different `calls`. **Collective**."""
         sites = map(site_of_thread, map(self._running[-1].thread_of, range(len(calls))))
         waiting = list(zip(self.ids, calls, calls, sites, strict=True))
-        return describe_apart(self.ranks.channel, [], waiting)
+        return replicas_disagree(self.ranks.channel, [], waiting)
 
-    def _not_met(self, members: Sequence[Member]) -> BaseException:
-        """Return the error for replicas of this rank that do not meet. **Collective**."""
+    def _disagreement(self, calls: Sequence[ReplicaCall]) -> BaseException:
+        """Return the error for replicas of this rank that wait for different things.
+
+        **Collective**.
+        """
         returned, waiting = [], []
-        for replica, member in zip(self.ids, members, strict=True):
-            if member.request is None:
+        for replica, call in zip(self.ids, calls, strict=True):
+            if call.request is None:
                 returned.append(replica)
             else:
-                what, given, _ = member.request
-                waiting.append((replica, what, given, site_of_thread(member.thread)))
-        return describe_apart(self.ranks.channel, returned, waiting)
+                what, given, _ = call.request
+                waiting.append((replica, what, given, site_of_thread(call.thread)))
+        return replicas_disagree(self.ranks.channel, returned, waiting)
 
 
 def _is_variable(leaf: Any) -> bool:
