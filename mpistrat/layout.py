@@ -53,7 +53,7 @@ class Layout:
 
     @property
     def is_shared(self) -> bool:
-        """Whether the program says how many replicas there are, of which each rank has its share."""
+        """Whether the program sets the number of replicas, and each rank has its share."""
         return self.total is not None
 
     @property

@@ -161,19 +161,28 @@ class DistributedDataset:
 
     def _joined_elements(self, pass_number: int, start: int) -> Generator[Any, None, None]:
         """Yield elements of which each replica of this rank creates its part."""
-        replicas = self._replica_set
-        parts = [each.elements(pass_number, start) for each in self._parts]
-        with contextlib.ExitStack() as stack:
-            for part in parts:
-                stack.enter_context(contextlib.closing(part))
-            while True:
-                elements = replicas.each(lambda: next(replicas.own(parts), PAST_END))
-                if elements[0] is PAST_END:
-                    return
-                yield self._joined(elements)
-                del elements
+        replicas, number = self._replica_set, start
+        while True:  # an elastic job may have given this rank more replicas
+            ids = replicas.ids
+            parts = [self._part(each).elements(pass_number, number) for each in ids]
+            with contextlib.ExitStack() as stack:
+                for part in parts:
+                    stack.enter_context(contextlib.closing(part))
+                while ids == replicas.ids:
+                    elements = replicas.each(lambda: next(replicas.own(parts), _END))  # noqa: B023
+                    if elements[0] is _END:
+                        return
+                    number += 1
+                    yield self._joined(elements, pass_number, number - 1)
+                    del elements
 
-    def _joined(self, elements: Sequence[Any]) -> Any:
+    def _part(self, replica: int) -> ReplicaPart:
+        """Return the part of a replica of this rank."""
+        first: int = self._replica_set.ids[0]
+        return self._parts[replica - first]
+
+    def _joined(self, elements: Sequence[Any], pass_number: int, number: int) -> Any:
+        """Return the `elements` of the replicas here as one: the one with this number in a pass."""
         flat = [nests.flatten(each) for each in elements]
         rows = zip(*(leaves for leaves, _ in flat), strict=True)
         return nests.unflatten(flat[0][1], [self._joined_leaf(row) for row in rows])
@@ -208,8 +217,7 @@ class DistributedDataset:
         self._position.load(state, self._rank_dataset.layout, self._rank_dataset.length)
 
 
-PAST_END = object()
-"""Stands for the element of a replica that has no more."""
+_END = object()
 
 
 class ReplicaPart:

@@ -107,10 +107,9 @@ class ReplicaReducer:
         """Return ``None``, as `way` returns nothing."""
 
     def check(self) -> None:
-        """Do nothing, as `ready`."""
+        """Do nothing: nothing is compiled, started or to be freed here."""
 
-    def withdraw(self) -> None:
-        """Do nothing, as `ready`."""
+    withdraw = drain = revoke = close = check
 
     def all_reduce(self, op: ReduceOp, message: Message) -> None:
         """Reduce each array of `message`. **Collective** over replicas."""
@@ -137,15 +136,6 @@ class ReplicaReducer:
         """Reduce each array of `message`, before this returns. **Collective** over replicas."""
         self.all_reduce(op, message)
         return bool
-
-    def drain(self) -> None:
-        """Do nothing: nothing is under way."""
-
-    def revoke(self) -> None:
-        """Do nothing: there is no communicator."""
-
-    def close(self) -> None:
-        """Do nothing: there is nothing to free."""
 
     def reduce_together(self, op: ReduceOp, messages: list[Message]) -> list[None]:
         """Reduce the messages of this rank's replicas with those of other ranks. **Collective**."""

@@ -7,6 +7,7 @@ its replicas run one at a time, in order, and stop at each collective until all 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -40,6 +41,10 @@ from mpistrat.values import (
 
 Show = Callable[[Collectives, Layout], object]
 """Receives the collectives and the layout of the replica that runs, or of the rank."""
+
+
+Make = Callable[[Sequence[int]], Sequence[Any]]
+"""Creates a nest for each of some replicas."""
 
 
 class OneReplica:
@@ -80,14 +85,14 @@ class OneReplica:
         """Return the only result."""
         return results[0]
 
-    def joined_values(self, made: Sequence[Any]) -> Any:
-        """Return the only nest with each leaf, of any kind, as a `PerReplica`."""
+    def values_from(self, make: Make) -> Any:
+        """Return what `make` creates with each leaf, of any kind, as a `PerReplica`."""
 
         def joined(leaf: Any) -> Any:
             is_whole = leaf is None or isinstance(leaf, DistributedValues) or _is_variable(leaf)
             return leaf if is_whole else PerReplica(leaf)
 
-        return nests.map_nest(joined, made[0])
+        return nests.map_nest(joined, make(self.ids)[0])
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
         """Return the component of this replica, in a tuple."""
@@ -213,43 +218,35 @@ class ReplicaSet:
         new_frame: Callable[[], context.Frame],
     ) -> Any:
         """Return what `fn` returns of the components of each replica here, joined."""
-        count = len(self.ids)
+        count, device = len(self.ids), self.ranks.device
         rows = [self._components(each) for each in args]
         named = {name: self._components(each) for name, each in kwargs.items()}
-        functions = [
-            functools.partial(
-                self._call_one,
-                position,
-                new_frame,
-                fn,
-                [row[position] for row in rows],
-                {name: row[position] for name, row in named.items()} if named else named,
-            )
-            for position in range(count)
-        ]
+
+        def as_replica(position: int) -> Any:
+            own_args = [row[position] for row in rows]
+            own_kwargs = {name: row[position] for name, row in named.items()} if named else named
+            PerReplica._num_here.set(count)
+            with context.entered(new_frame()), device.current():
+                try:
+                    return fn(*own_args, **own_kwargs)
+                except BaseException as error:
+                    if not self._running[-1].has_failed:  # else it ends because another one has
+                        self._note_failure(error, self.ids[position])
+                    raise
+
         with span("run", "run"):
+            functions = [functools.partial(as_replica, each) for each in range(count)]
             return self.joined(self.run(functions))
 
-    def _call_one(
-        self,
-        position: int,
-        new_frame: Callable[[], context.Frame],
-        fn: Callable[..., Any],
-        args: list[Any],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Return what `fn` returns in the context of one replica."""
-        PerReplica._num_here.set(len(self.ids))
-        with context.entered(new_frame()), self.ranks.device.current():
-            try:
-                return fn(*args, **kwargs)
-            except BaseException as error:
-                if not self._running[-1].has_failed:  # how many end for that depends on the rank
-                    replica_id = self.ids[position]
-                    site = f"{failure_site(error.__traceback__)} in replica {replica_id}"
-                    self.ranks.channel.note_failure(error, site)
-                    _note_replica(error, f"in replica {replica_id} of {self.num_replicas}")
-                raise
+    def _note_failure(self, error: BaseException, replica_id: int) -> None:
+        """Report that a replica has failed, and end tracebacks of `error` with its number."""
+        site = f"{failure_site(error.__traceback__)} in replica {replica_id}"
+        self.ranks.channel.note_failure(error, site)
+        note = f"in replica {replica_id} of {self.num_replicas}"
+        notes = getattr(error, "__notes__", [])
+        # A `CollectiveError` names the replicas itself.
+        if not isinstance(error, CollectiveError) and note not in notes:
+            vars(error)["__notes__"] = [*notes, note]  # Python 3.10 has no add_note
 
     def each(self, function: Callable[[], Any]) -> list[Any]:
         """Return what `function` returns as each replica of this rank, in the current context."""
@@ -258,11 +255,9 @@ class ReplicaSet:
             return [function()]  # that of the replica that runs
 
         def as_replica() -> Any:
-            with device.current():
-                if frame is None:
-                    return function()
-                with context.entered(frame):
-                    return function()
+            entered = contextlib.nullcontext() if frame is None else context.entered(frame)
+            with device.current(), entered:
+                return function()
 
         return self.run([as_replica] * len(self.ids))
 
@@ -369,9 +364,9 @@ class ReplicaSet:
         """Return what the replicas of this rank have returned as one nest."""
         return self._join(results, self._joined_leaf)
 
-    def joined_values(self, made: Sequence[Any]) -> Any:
-        """Return nests whose leaves, of any kind, are components, as one of distributed values."""
-        return self._join(made, self._joined_value)
+    def values_from(self, make: Make) -> Any:
+        """Return what `make` creates with the leaves, of any kind, of all replicas joined."""
+        return self._join(make(self.ids), self._joined_value)
 
     def _join(
         self,
@@ -497,13 +492,6 @@ def _call_merged(
         except BaseException as error:
             channel.note_failure(error, failure_site(error.__traceback__))
             raise
-
-
-def _note_replica(error: BaseException, note: str) -> None:
-    """Have tracebacks of `error` end with a `note`, if it does not name the replicas itself."""
-    notes = getattr(error, "__notes__", [])
-    if not isinstance(error, CollectiveError) and note not in notes:
-        vars(error)["__notes__"] = [*notes, note]  # Python 3.10 has no add_note
 
 
 def _is_same(first: Any, other: Any) -> bool:

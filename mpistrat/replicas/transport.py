@@ -52,22 +52,12 @@ class ReplicaTransport(SoloTransport):
             self.node = ReplicaReducer(links, transport, replica_id, num_replicas)
 
     def all_reduce(self, op: ReduceOp, source: np.ndarray, target: np.ndarray) -> None:
-        """Refuse: reductions of replicas go by the tree of their reducer."""
-        raise AssertionError("replicas reduce by their tree")
-
-    def ready(self, op: ReduceOp, dtype: np.dtype) -> Callable[[np.ndarray, np.ndarray], object]:
-        """Return what refuses, as `all_reduce`."""
-        return functools.partial(self.all_reduce, op)
-
-    def start_all_reduce(
-        self, op: ReduceOp, source: np.ndarray, target: np.ndarray
-    ) -> Callable[[], object]:
-        """Refuse, as `all_reduce`."""
+        """Refuse: replicas reduce by the tree of their reducer."""
         raise AssertionError("replicas reduce by their tree")
 
     def reduce(self, op: ReduceOp, buffer: np.ndarray, root: int) -> None:
         """Refuse, as `all_reduce`."""
-        raise AssertionError("replicas reduce by their tree")
+        self.all_reduce(op, buffer, buffer)
 
     def broadcast(self, buffer: np.ndarray, root: int) -> None:
         """Replace `buffer` of every replica by that of `root`."""

@@ -597,6 +597,7 @@ class StrategyExtended(ExtendedV1):
 
     def _values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
         """Return ``value_fn(context)`` with each leaf as a `PerReplica`."""
-        replicas = self._replica_set
-        made = [value_fn(ValueContext(each, replicas.num_replicas)) for each in replicas.ids]
-        return replicas.joined_values(made)
+        num_replicas = self._layout.num_replicas
+        return self._replica_set.values_from(
+            lambda ids: [value_fn(ValueContext(each, num_replicas)) for each in ids]
+        )

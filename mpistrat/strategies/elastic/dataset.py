@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from mpistrat import nests
-from mpistrat.data.distributed_dataset import PAST_END, DistributedDataset, ReplicaPart
+from mpistrat.data.distributed_dataset import DistributedDataset, ReplicaPart
 from mpistrat.values import local_component
 
 
@@ -29,31 +29,14 @@ class ElasticDataset(DistributedDataset):
         self._of_replicas[replica] = part
         return part
 
-    def _joined_elements(self, pass_number: int, start: int) -> Generator[Any, None, None]:
-        """Yield elements of which each replica of this rank creates its part."""
-        replicas, number = self._replica_set, start
-        while True:
-            ids = replicas.ids
-            parts = [self._part(each).elements(pass_number, number) for each in ids]
-            with contextlib.ExitStack() as stack:
-                for part in parts:
-                    stack.enter_context(contextlib.closing(part))
-                while ids == replicas.ids:
-                    elements = replicas.each(lambda: next(replicas.own(parts), PAST_END))  # noqa: B023
-                    if elements[0] is PAST_END:
-                        return
-                    number += 1
-                    yield self._remembered(elements, pass_number, number - 1)
-                    del elements
-
-    def _remembered(self, elements: Sequence[Any], pass_number: int, number: int) -> Any:
-        """Return the joined `elements`, which know their place in the dataset."""
+    def _joined(self, elements: Sequence[Any], pass_number: int, number: int) -> Any:
+        """Return the joined `elements`, which can be read again after a loss."""
 
         def read(replica: int) -> list[Any]:
             part = self._part(replica).elements(pass_number, number)
             with contextlib.closing(part):
                 return [local_component(each) for each in nests.flatten(next(part))[0]]
 
-        joined = self._joined(elements)
+        joined = super()._joined(elements, pass_number, number)
         self._replica_set.remember(joined, lambda ids: [read(each) for each in ids])
         return joined

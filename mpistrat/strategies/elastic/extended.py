@@ -6,11 +6,10 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mpistrat import nests
 from mpistrat.collectives.collectives import CollectiveCall, Collectives
 from mpistrat.errors import CollectiveError
 from mpistrat.failures.losses import leave_lost
-from mpistrat.options import CommunicationOptions, ValueContext
+from mpistrat.options import CommunicationOptions
 from mpistrat.strategies.elastic.job import job
 from mpistrat.strategies.elastic.values import ElasticReplicaSet
 from mpistrat.strategies.extended import StrategyExtended
@@ -126,13 +125,3 @@ class ElasticExtended(StrategyExtended):
 
         parts = [part for each in of_replicas for part in each._parts]
         return ElasticDataset(parts, self._replica_set)
-
-    def _values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
-        replicas = self._replica_set
-
-        def made(ids: Sequence[int]) -> list[Any]:
-            return [value_fn(ValueContext(each, replicas.num_replicas)) for each in ids]
-
-        joined = replicas.joined_values(made(replicas.ids))
-        replicas.remember(joined, lambda ids: [nests.flatten(each)[0] for each in made(ids)])
-        return joined

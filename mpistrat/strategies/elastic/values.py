@@ -11,7 +11,7 @@ import numpy as np
 from mpistrat import context, nests
 from mpistrat.arrays import Array, host_copy, is_on_host, place
 from mpistrat.errors import ReplicaLostError
-from mpistrat.replicas.replica_set import ReplicaSet
+from mpistrat.replicas.replica_set import Make, ReplicaSet
 from mpistrat.values import PerReplica, register_storage
 from mpistrat.variables.replicated import ReplicatedOnRead, ReplicatedVariable
 from mpistrat.variables.writes import Write
@@ -88,6 +88,12 @@ class ElasticReplicaSet(ReplicaSet):
     def per_replica(self, components: Sequence[Any]) -> ElasticReplicas:
         """Return the distributed value of the replicas' components."""
         return ElasticReplicas(components, self)
+
+    def values_from(self, make: Make) -> Any:
+        """Return what `make` creates, which it is called for again after a loss."""
+        joined = super().values_from(make)
+        self.remember(joined, lambda ids: [nests.flatten(each)[0] for each in make(ids)])
+        return joined
 
     def remember(self, nest: Any, again: Callable[[Sequence[int]], Sequence[list[Any]]]) -> None:
         """Have the values in `nest` come from `again`, which returns the leaves of replicas."""
