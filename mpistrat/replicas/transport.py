@@ -34,11 +34,8 @@ class ReplicaTransport(SoloTransport):
         self.pool = transport.pool
         self.occupancy = transport.occupancy
         self._transport = transport
-        self._meet, self._run_on_main, self._messages = (
-            links.meet,
-            links.run_on_main,
-            links.messages,
-        )
+        self._meet, self._run_on_main = links.meet, links.run_on_main
+        self._messages = links.messages
         self.shares = replicas_of_ranks(num_replicas, transport.size)
         """The replicas of each rank."""
         self._share = self.shares[transport.rank]

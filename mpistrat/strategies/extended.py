@@ -116,6 +116,8 @@ class StrategyExtended(ExtendedV1):
         else:
             self._replica_set = OneReplica(collectives, self._show)
             self._replicas = groups.replicas
+        # On the path of every step.
+        self._once, self._own_of = self._replica_set.once, self._replica_set.own
         if not TYPE_CHECKING:  # where variables look for it; other strategies have another group
             self._group = self._replica_set
 
@@ -529,18 +531,10 @@ class StrategyExtended(ExtendedV1):
         """Return what `function` returns, called as each replica of this rank; of the first."""
         return self._replica_set.each(function)[0]
 
-    def _once(self, function: Callable[[], Any]) -> Any:
-        """Return what `function` returns, called once by all replicas of this rank."""
-        return self._replica_set.once(function)
-
     def _make_together(self, make: Callable[[], Any], name: str | None, modes: str) -> Any:
         """Return the variable called `name` that the replicas of this rank make."""
         what = f"Variable of {name!r}{modes}"
         return self._replica_set.make_together(self._container, make, what)
-
-    def _own_of(self, of_replicas: Sequence[Any]) -> Any:
-        """Return the item of the replica that runs, of one for each replica of this rank."""
-        return self._replica_set.own(of_replicas)
 
     def _each_own(self, make: Callable[[], Any]) -> list[Any]:
         """Return one item for each replica of this rank."""
