@@ -26,8 +26,8 @@ from mpistrat.comm.row_order import RowOrder
 from mpistrat.comm.shared_reducer import SharedMemoryReducer
 from mpistrat.options import CommunicationOptions, ReduceOp
 from mpistrat.replica import ReplicaContext
+from mpistrat.replicas.arithmetic import fingerprint
 from mpistrat.strategies import MPIStrategy, OneDeviceStrategy, Strategy, get_replica_context
-from mpistrat.strategies.arithmetic import fingerprint
 
 _SHARE = 4
 """Replicas on each rank, in the steps with several."""

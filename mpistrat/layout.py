@@ -1,7 +1,7 @@
-"""Layout of replicas on ranks: which replica a rank computes, and which shard of it.
+"""Layout of replicas on ranks: which replicas a rank computes, and which shard of them.
 
 Pure functions of integers: rank = replica x ranks_per_replica + shard, or several replicas on each
-rank. Nothing else takes one rank for one replica.
+rank. Only this file turns ranks into replicas.
 """
 
 from __future__ import annotations
@@ -14,11 +14,18 @@ from mpistrat.sharding import replicas_of_ranks
 
 @dataclass(frozen=True)
 class Layout:
-    """Where this rank stands among the replicas, each of which spans consecutive ranks."""
+    """Where this rank stands among the replicas.
+
+    Each replica spans consecutive ranks; or each rank has its share of `total` replicas.
+    """
 
     num_ranks: int = 1
     rank: int = 0
     ranks_per_replica: int = 1
+    total: int | None = None
+    """How many replicas the ranks share, ``None`` if each rank has one or a shard of one."""
+    running: int | None = None
+    """The replica that runs, ``None`` if this is about the rank."""
 
     @classmethod
     def divided(cls, num_ranks: int, rank: int, ranks_per_replica: int) -> Layout:
@@ -32,15 +39,38 @@ class Layout:
             )
         return cls(num_ranks, rank, ranks_per_replica)
 
+    @classmethod
+    def shared(cls, num_replicas: int, num_ranks: int, rank: int) -> Layout:
+        """Return the layout, or raise if some ranks would have no replica."""
+        if num_replicas < 1:
+            raise ValueError(f"num_replicas must be at least 1, not {num_replicas}.")
+        if num_replicas < num_ranks:
+            raise ValueError(
+                f"num_replicas={num_replicas} is less than the number of ranks, {num_ranks}, so "
+                "some ranks would have no replica. Start fewer ranks, or ask for more replicas."
+            )
+        return cls(num_ranks, rank, total=num_replicas)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the program sets the number of replicas, and each rank has its share."""
+        return self.total is not None
+
     @property
     def difference(self) -> str | None:
         """What the arguments of all ranks must agree on, ``None`` where nothing was said."""
+        if self.total is not None:
+            return f"{self.total} replicas"
         num_ranks = self.ranks_per_replica
         return None if num_ranks == 1 else f"{num_ranks} ranks per replica"
 
     @property
     def part(self) -> str:
         """Which part of the replicas this rank has, as text; empty where it is one."""
+        if self.total is not None:
+            first, last = self.local_replicas[0], self.local_replicas[-1]
+            own = f"replica {first}" if first == last else f"replicas {first}-{last}"
+            return f"{own} of {self.total}"
         if self.ranks_per_replica == 1:
             return ""
         return (
@@ -51,12 +81,12 @@ class Layout:
     @property
     def num_replicas(self) -> int:
         """How many replicas all ranks make up."""
-        return self.num_ranks // self.ranks_per_replica
+        return self.num_ranks // self.ranks_per_replica if self.total is None else self.total
 
     @property
     def replica_id(self) -> int:
-        """The replica of this rank."""
-        return self.replica_of(self.rank)
+        """The replica of this rank; of several the one that runs, or the first one."""
+        return self.replica_of(self.rank) if self.running is None else self.running
 
     @property
     def shard(self) -> int:
@@ -65,12 +95,19 @@ class Layout:
 
     @property
     def local_replicas(self) -> range:
-        """The replicas of this rank: one."""
-        return range(self.replica_id, self.replica_id + 1)
+        """The replicas of this rank."""
+        return self.replicas_of(self.rank)
+
+    def replicas_of(self, rank: int) -> range:
+        """Return the replicas of any rank."""
+        if self.total is not None:
+            return replicas_of_ranks(self.total, self.num_ranks)[rank]
+        replica = self.replica_of(rank)
+        return range(replica, replica + 1)
 
     def replica_of(self, rank: int) -> int:
-        """Return the replica of any rank."""
-        return rank // self.ranks_per_replica
+        """Return the replica of any rank; of several the first one."""
+        return rank // self.ranks_per_replica if self.total is None else self.replicas_of(rank)[0]
 
     def shard_of(self, rank: int) -> int:
         """Return which of the ranks of its replica a rank is."""
@@ -85,59 +122,3 @@ class Layout:
     def ranks_of_shard(self, shard: int) -> Sequence[int]:
         """Return the ranks that are this shard of their replicas, by replica."""
         return range(shard, self.num_ranks, self.ranks_per_replica)
-
-
-@dataclass(frozen=True)
-class SharedLayout(Layout):
-    """Where this rank stands where each has its share of `total` replicas."""
-
-    total: int = 1
-    running: int | None = None
-    """The replica that runs, ``None`` where this is about the rank."""
-
-    @classmethod
-    def of(cls, num_replicas: int, num_ranks: int, rank: int) -> SharedLayout:
-        """Return the layout, or raise where some ranks would have no replica."""
-        if num_replicas < 1:
-            raise ValueError(f"num_replicas must be at least 1, not {num_replicas}.")
-        if num_replicas < num_ranks:
-            raise ValueError(
-                f"num_replicas={num_replicas} is less than the number of ranks, {num_ranks}, so "
-                "some ranks would have no replica. Start fewer ranks, or ask for more replicas."
-            )
-        return cls(num_ranks, rank, total=num_replicas)
-
-    @property
-    def difference(self) -> str | None:
-        """What the arguments of all ranks must agree on."""
-        return f"{self.total} replicas"
-
-    @property
-    def part(self) -> str:
-        """Which of the replicas this rank has, as text."""
-        first, last = self.local_replicas[0], self.local_replicas[-1]
-        own = f"replica {first}" if first == last else f"replicas {first}-{last}"
-        return f"{own} of {self.total}"
-
-    @property
-    def num_replicas(self) -> int:
-        """How many replicas there are."""
-        return self.total
-
-    @property
-    def replica_id(self) -> int:
-        """The replica that runs, or the first one of this rank."""
-        return self.replica_of(self.rank) if self.running is None else self.running
-
-    def replica_of(self, rank: int) -> int:
-        """Return the first replica of any rank."""
-        return replicas_of_ranks(self.total, self.num_ranks)[rank].start
-
-    @property
-    def local_replicas(self) -> range:
-        """The replicas of this rank."""
-        return replicas_of_ranks(self.total, self.num_ranks)[self.rank]
-
-    def shard_of(self, rank: int) -> int:
-        """Return 0: each replica is on one rank."""
-        return 0

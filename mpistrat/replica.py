@@ -14,9 +14,7 @@ from mpistrat.collectives.objects import barrier, broadcast_object, gather_objec
 from mpistrat.collectives.replica_collectives import GroupCollectives
 from mpistrat.errors import ContextError, warn_deprecated
 from mpistrat.layout import Layout
-from mpistrat.system.callsite import failure_site
-from mpistrat.tracing.spans import span
-from mpistrat.values import DistributedValues, T, localize, per_replica
+from mpistrat.values import DistributedValues, T
 
 
 class ReplicaContext(GroupCollectives):
@@ -184,19 +182,8 @@ class ReplicaContext(GroupCollectives):
             If this replica context is not the current one.
         """
         self._check()
-        channel = self._strategy.extended._collectives.channel
-        channel.ledger.merge_calls += 1
-        wrap = per_replica if self._strategy.extended._distributes_variables else _unchanged
-        args = [wrap(each) for each in args]
-        kwargs = {name: wrap(each) for name, each in (kwargs or {}).items()}
-        frame = context.Frame(context.Kind.CROSS_REPLICA, self._strategy)
-        with context.entered(frame), span("merge_call", "merge_call"):
-            try:
-                result = merge_fn(self._strategy, *args, **kwargs)
-            except BaseException as error:
-                channel.note_failure(error, failure_site(error.__traceback__))
-                raise
-        return localize(result)
+        replicas = self._strategy.extended._replica_set
+        return replicas.merge_call(self._strategy, merge_fn, args, kwargs or {})
 
     def barrier(self) -> None:
         """Return when every rank of every replica has made this call. **Collective**."""
@@ -322,7 +309,3 @@ class ShardGroup(GroupCollectives):
             f"<ShardGroup shard {layout.shard} of {layout.ranks_per_replica} of replica "
             f"{layout.replica_id}>"
         )
-
-
-def _unchanged(value: Any) -> Any:
-    return value

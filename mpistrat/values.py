@@ -99,43 +99,23 @@ class PerReplica(RefusedOperators, DistributedValues[T_co]):
     array([2., 2.])
     """
 
-    __slots__ = ("_batch",)
+    __slots__ = ("_batch", "_components", "_turn")
 
     _batch: tuple[int, int]
     """Of a batch of a distributed dataset the pass, and its number in that; else not set."""
     _num_here: ClassVar[ContextVar[int]] = ContextVar("_num_here", default=1)
     """How many replicas the rank has of the one that runs here."""
 
-    def _own(self) -> Any:
-        expected = self._num_here.get()
-        if expected != 1:
-            raise ValueError(
-                f"{self!r} holds 1 component, but this rank has {expected} replicas. Let "
-                "strategy.run or experimental_distribute_values_from_function make it."
-            )
-        return self._component
+    def __init__(self, component: T_co) -> None:
+        self._component = component
+        self._components: tuple[T_co, ...] = (component,)
+        self._turn: Callable[[], int | None] | None = None
+        _containers[id(component)] = self
 
-    def _why_no_array(self, what: str) -> str:
-        """Return the message of an error: `what` was called outside of `Strategy.run`."""
-        return (
-            f"{what} was given a PerReplica: forgot strategy.run? A PerReplica has one part per "
-            "replica. Use strategy.reduce(op, value) to combine the parts, "
-            "strategy.run(fn, args=(value,)) to compute with each, or numpy.asarray(value) for "
-            "this rank's part."
-        )
-
-
-class LocalReplicas(PerReplica[T_co]):
-    """A `PerReplica` under ``num_replicas=``, with a component for each replica of this rank."""
-
-    # `turn` returns the position of the replica that runs here, ``None`` outside of all.
-
-    __slots__ = ("_components", "_turn")
-
-    def __init__(self, components: Sequence[T_co], turn: Callable[[], int | None]) -> None:
-        super().__init__(components[0])
+    def _join(self, components: Sequence[T_co], turn: Callable[[], int | None]) -> None:
+        """Take the components of all replicas of this rank: see `join_components`."""
         self._components, self._turn = tuple(components), turn
-        for component in self._components:
+        for component in components:
             _containers[id(component)] = self
 
     @property
@@ -144,7 +124,16 @@ class LocalReplicas(PerReplica[T_co]):
         return self._components
 
     def _own(self) -> Any:
-        position = self._turn()
+        turn = self._turn
+        if turn is None:  # a program has created it, or there is one replica
+            expected = self._num_here.get()
+            if expected != 1:
+                raise ValueError(
+                    f"{self!r} holds 1 component, but this rank has {expected} replicas. Let "
+                    "strategy.run or experimental_distribute_values_from_function make it."
+                )
+            return self._component
+        position = turn()
         if position is None:
             if len(self._components) > 1:
                 raise ValueError(
@@ -156,6 +145,15 @@ class LocalReplicas(PerReplica[T_co]):
 
     def __repr__(self) -> str:
         return f"PerReplica({', '.join(map(brief, self._components))})"
+
+    def _why_no_array(self, what: str) -> str:
+        """Return the message of an error: `what` was called outside of `Strategy.run`."""
+        return (
+            f"{what} was given a PerReplica: forgot strategy.run? A PerReplica has one part per "
+            "replica. Use strategy.reduce(op, value) to combine the parts, "
+            "strategy.run(fn, args=(value,)) to compute with each, or numpy.asarray(value) for "
+            "this rank's part."
+        )
 
 
 class Mirrored(DistributedValues[T_co], NDArrayOperatorsMixin):
@@ -308,6 +306,16 @@ def _kind(array: Any) -> str:
         return str(array.dtype.kind)
     name = str(array.dtype).removeprefix("torch.")
     return "i" if name.startswith(("int", "uint")) else "b" if name == "bool" else "f"
+
+
+def join_components(components: Sequence[T], turn: Callable[[], int | None]) -> PerReplica[T]:
+    """Return the `PerReplica` of the components of several replicas on this rank.
+
+    `turn` returns the position of the replica that runs, ``None`` outside of all.
+    """
+    joined = PerReplica(components[0])
+    joined._join(components, turn)
+    return joined
 
 
 def is_value(leaf: object) -> bool:

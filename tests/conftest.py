@@ -30,7 +30,6 @@ collect_ignore = outside_mpiexec(
     "test_import.py",
     "test_layers.py",
     "test_layout.py",
-    "test_meeting.py",
     "test_nests.py",
     "test_options.py",
     "test_packaging.py",

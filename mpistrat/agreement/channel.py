@@ -62,6 +62,8 @@ looks."""
 class Channel:
     """The agreement of the ranks of one transport."""
 
+    shares_memory = False
+    """Whether arrays of others in the group may lie in the memory of this process."""
     ended_beside = False
     """Whether the agreement has ended because that of another group of its ranks has."""
 

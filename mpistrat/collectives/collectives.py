@@ -12,14 +12,14 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from mpistrat.agreement.call import AllOrNone, Call, CommonOutcome
 from mpistrat.agreement.channel import Channel
 from mpistrat.arrays import Array, Device
-from mpistrat.collectives.fast_reduction import FastReduction, JointReduction
+from mpistrat.collectives.fast_reduction import FastReduction
 from mpistrat.collectives.reduction import Reduction
 from mpistrat.comm.device_reducers import DeviceCapabilities
 from mpistrat.comm.packing import describe_function
@@ -34,6 +34,15 @@ if TYPE_CHECKING:
 
 _MAX_REDUCTIONS = 1024
 """More reductions than any loop repeats; a program with ever new shapes starts again there."""
+
+
+class Fast(Protocol):
+    """Fast path of an `all_reduce`: a `FastReduction`, or that of all replicas of a rank."""
+
+    reduction: Reduction
+
+    def all_reduce(self, array: np.ndarray, out: np.ndarray | None = None) -> Array | None:
+        """Return `array` reduced over ranks, ``None`` if a call must do it."""
 
 
 class CollectiveCall(Call):
@@ -73,7 +82,7 @@ class CollectiveCall(Call):
             )
         if not self._collectives.has_checked(self.options):
             check_options(self.options, self._collectives.capabilities)
-        if self._collectives.is_ordered:
+        if self._collectives.is_deterministic:
             check_can_order(self.options)
 
     def prepare(
@@ -112,16 +121,15 @@ class CollectiveCall(Call):
                 collectives.reductions[key] = reduction
         return reduction
 
-    def fast(self, reduction: Reduction) -> FastReduction | JointReduction:
+    def fast(self, reduction: Reduction) -> Fast:
         """Return the fast path by which calls like this one repeat `reduction`."""
-        joint = self.joint(reduction)
+        joint: Fast | None = self.joint(reduction)
         return joint if joint is not None else FastReduction(self, reduction, self._renewal())
 
-    def joint(self, reduction: Reduction) -> JointReduction | None:
+    def joint(self, reduction: Reduction) -> Any:
         """Return what repeats `reduction` for all replicas of this rank, if it has several."""
-        if not reduction.of_replicas:
-            return None
-        return JointReduction(self, reduction, self._renewal())
+        make = self._collectives.joint_reduction
+        return None if make is None else make(self, reduction, self._renewal())
 
     def _renewal(self) -> Callable[[], CollectiveCall]:
         return functools.partial(self._collectives.call, self.kind, self.name)
@@ -174,10 +182,10 @@ class CollectiveCall(Call):
 
 
 class Collectives(RunsUnits):
-    """The collectives of one group of ranks; `options` are for calls that pass none."""
+    """The collectives of one group of ranks; `options` are for calls that pass none.
 
-    is_ordered = False
-    """Whether all reductions use one tree, whatever the options."""
+    With `is_deterministic`, all reductions are deterministic, whatever the options.
+    """
 
     def __init__(
         self,
@@ -186,7 +194,10 @@ class Collectives(RunsUnits):
         options: CommunicationOptions,
         layout: Layout | None = None,
         is_part: bool = False,
+        is_deterministic: bool = False,
     ) -> None:
+        self.is_deterministic = is_deterministic
+        options = _deterministic(options) if is_deterministic else options
         check_options(options, capabilities)
         self.channel = channel
         self.layout = Layout(channel.size, channel.rank) if layout is None else layout
@@ -198,10 +209,12 @@ class Collectives(RunsUnits):
         self.describe = describe_function()
         self.reductions: dict[Any, Reduction] = {}
         """The reductions of earlier calls, by all that they check."""
-        self._fast: dict[tuple[object, bytes], FastReduction | JointReduction] = {}
+        self._fast: dict[tuple[object, bytes], Fast] = {}
         """Fast paths for one array, by op and description, for calls that pass no options."""
         self.rank = channel.rank
         self.size = channel.size
+        self.joint_reduction: Callable[..., Any] | None = None
+        """Makes what repeats a reduction for all replicas of this rank, for one of several."""
         self.arithmetic = ""
         """Fingerprint of what the bits depend on, where they do not depend on the ranks."""
         self.is_closed = False
@@ -253,7 +266,11 @@ class Collectives(RunsUnits):
     def again(self, channel: Channel | None = None, layout: Layout | None = None) -> Collectives:
         """Return others of this kind, with another channel or layout where given."""
         return type(self)(
-            channel or self.channel, self.capabilities, self.options, layout or self.layout
+            channel or self.channel,
+            self.capabilities,
+            self.options,
+            layout or self.layout,
+            is_deterministic=self.is_deterministic,
         )
 
     def has_checked(self, options: CommunicationOptions) -> bool:
@@ -276,11 +293,11 @@ class Collectives(RunsUnits):
         if options is None:
             # `wire_dtype` may round a value that the program reduces, not the state of an object.
             options = self.options if name is None else self._lossless_options
-        elif self.is_ordered and isinstance(options, CommunicationOptions):
-            options = in_order(options)
+        elif self.is_deterministic and isinstance(options, CommunicationOptions):
+            options = _deterministic(options)
         return CollectiveCall(self, kind, name, options)
 
-    def fast_path(self, op: object, array: np.ndarray) -> FastReduction | JointReduction | None:
+    def fast_path(self, op: object, array: np.ndarray) -> Fast | None:
         """Return the fast path for the `all_reduce` of such an array, if a call has kept one."""
         described = self.describe([array])
         known = self._fast.get((op, described)) if described is not None else None
@@ -332,12 +349,6 @@ class Collectives(RunsUnits):
         return self.gather_json(value if self.rank == root else None, kind)[root]
 
 
-class OrderedCollectives(Collectives):
-    """The collectives of a strategy with ``num_replicas=``; `options` are `in_order`."""
-
-    is_ordered = True
-
-
 def check_can_order(options: CommunicationOptions) -> None:
     """Refuse what rounds, or adds up elsewhere, in an order that depends on the ranks."""
     if options.wire_dtype is not None:
@@ -353,7 +364,7 @@ def check_can_order(options: CommunicationOptions) -> None:
 
 
 @functools.lru_cache
-def in_order(options: CommunicationOptions) -> CommunicationOptions:
+def _deterministic(options: CommunicationOptions) -> CommunicationOptions:
     """Return `options` with `deterministic`, the same object each time."""
     return dataclasses.replace(options, deterministic=True)
 

@@ -31,9 +31,8 @@ from mpistrat.comm.packing import (
 )
 from mpistrat.comm.pool import Pool
 from mpistrat.comm.reducers import MpiReducer
-from mpistrat.comm.replica_reducer import ReplicaReducer
 from mpistrat.comm.selection import check_plan, choose_reducer, is_shareable
-from mpistrat.comm.transport import Piggyback
+from mpistrat.comm.transport import Piggyback, Reducer
 from mpistrat.native import native_library
 from mpistrat.options import CommunicationOptions, ReduceOp
 
@@ -171,10 +170,9 @@ class Reduction:
         return self.plan.is_unchanged
 
     @property
-    def of_replicas(self) -> list[ReplicaReducer]:
-        """What reduces each pack, where replicas that share a rank do all of it; else empty."""
-        found = [each for each, _ in self._reducers if isinstance(each, ReplicaReducer)]
-        return found if len(found) == len(self._reducers) else []
+    def reducers(self) -> list[Reducer]:
+        """What reduces each pack."""
+        return [each for each, _ in self._reducers]
 
     def fits(self, arrays: list[Array]) -> bool:
         """Return whether `arrays` can travel as they lie, and this was prepared for such."""

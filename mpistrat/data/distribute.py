@@ -17,6 +17,7 @@ from mpistrat.data.distributed_dataset import (
     NextElement,
     RankDataset,
     RankPipeline,
+    ReplicaPart,
 )
 from mpistrat.data.fingerprint import check_same, digest, order_digest
 from mpistrat.data.hdf5.source import Hdf5Source, agree_on_files, check_copies, describe_files
@@ -62,7 +63,8 @@ def distribute(
     with collectives.all_or_none(kind):
         staged = _read_for(target, pipeline)
         rank_dataset = _rank_dataset(staged, policy, collectives.layout)
-    return DistributedDataset(rank_dataset, target, collectives)
+    part = ReplicaPart(rank_dataset, target, collectives)
+    return DistributedDataset([part], collectives)
 
 
 def distribute_from_function(
@@ -126,7 +128,8 @@ def distribute_from_function(
         None if is_certain else _next_together(collectives),
         pipeline_again if collectives.is_elastic else None,
     )
-    return DistributedDataset(rank_dataset, target, collectives)
+    part = ReplicaPart(rank_dataset, target, collectives)
+    return DistributedDataset([part], collectives)
 
 
 _AS_READ = (Batch, Prefetch, Repeat, Shard, Shuffle, Skip, Take, WholeBatches)

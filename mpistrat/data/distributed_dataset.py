@@ -47,12 +47,12 @@ class DistributedDataset:
 
     Parameters
     ----------
-    rank_dataset : RankDataset
-        The part of this rank.
-    device : Device, optional
-        Where to place them; ``None`` leaves them in host memory.
+    parts : sequence of ReplicaPart
+        One for each replica of this rank.
     collectives : Collectives
         By which an error is reported to the other ranks.
+    replicas : ReplicaSet, optional
+        The replicas of this rank if it has several.
 
     Examples
     --------
@@ -67,14 +67,14 @@ class DistributedDataset:
     """
 
     def __init__(
-        self, rank_dataset: RankDataset, device: Device | None, collectives: Collectives
+        self, parts: Sequence[ReplicaPart], collectives: Collectives, replicas: Any = None
     ) -> None:
         self.strategy: Any = None
         """The strategy that divides it, for a checkpoint that saves the position."""
         self._check_context: Callable[[], None] | None = None
         """Refuses to take elements in another context than that of the strategy."""
-        self._rank_dataset = rank_dataset
-        self._device = device
+        self._parts, self._replica_set = parts, replicas
+        self._rank_dataset = rank_dataset = parts[0].rank_dataset
         self._collectives = collectives
         self._position = Position()
         self._generators: list[GeneratorSource] = []
@@ -154,7 +154,83 @@ class DistributedDataset:
                 )
 
     def _own_elements(self, pass_number: int, start: int) -> Generator[Any, None, None]:
-        """Yield this rank's elements on the device, each array as a `PerReplica`."""
+        """Return this rank's elements of a pass, each array as a `PerReplica`."""
+        if self._replica_set is None:
+            return self._parts[0].elements(pass_number, start)
+        return self._joined_elements(pass_number, start)
+
+    def _joined_elements(self, pass_number: int, start: int) -> Generator[Any, None, None]:
+        """Yield elements of which each replica of this rank creates its part."""
+        replicas, number = self._replica_set, start
+        while True:  # an elastic job may have given this rank more replicas
+            ids = replicas.ids
+            parts = [self._part(each).elements(pass_number, number) for each in ids]
+            with contextlib.ExitStack() as stack:
+                for part in parts:
+                    stack.enter_context(contextlib.closing(part))
+                while ids == replicas.ids:
+                    elements = replicas.each(lambda: next(replicas.own(parts), _END))  # noqa: B023
+                    if elements[0] is _END:
+                        return
+                    number += 1
+                    yield self._joined(elements, pass_number, number - 1)
+                    del elements
+
+    def _part(self, replica: int) -> ReplicaPart:
+        """Return the part of a replica of this rank."""
+        first: int = self._replica_set.ids[0]
+        return self._parts[replica - first]
+
+    def _joined(self, elements: Sequence[Any], pass_number: int, number: int) -> Any:
+        """Return the `elements` of the replicas here as one: the one with this number in a pass."""
+        flat = [nests.flatten(each) for each in elements]
+        rows = zip(*(leaves for leaves, _ in flat), strict=True)
+        return nests.unflatten(flat[0][1], [self._joined_leaf(row) for row in rows])
+
+    def _joined_leaf(self, leaves: Sequence[Any]) -> Any:
+        if not isinstance(leaves[0], PerReplica):
+            return leaves[0]
+        return self._replica_set.per_replica([leaf.values[0] for leaf in leaves])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position: the pass, and how many of its batches were handed out. Local.
+
+        JSON values only, the same on all ranks. ``order`` stands for what decides the order of
+        examples.
+        """
+        return self._position.state(self._rank_dataset.layout)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue at a position: the next ``iter()`` resumes that pass. Local.
+
+        Parameters
+        ----------
+        state : dict
+            From `state_dict`, of a dataset with the same files, order and batch size. The
+            number of ranks may be another where batches are global.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If it is no such dict, or a position within a pass that this dataset does not have.
+        """
+        self._position.load(state, self._rank_dataset.layout, self._rank_dataset.length)
+
+
+_END = object()
+
+
+class ReplicaPart:
+    """The part of one replica; `device` is where its elements are placed, ``None`` the host."""
+
+    def __init__(
+        self, rank_dataset: RankDataset, device: Device | None, collectives: Collectives
+    ) -> None:
+        self.rank_dataset, self.device = rank_dataset, device
+        self._collectives = collectives
+
+    def elements(self, pass_number: int, start: int) -> Generator[Any, None, None]:
+        """Yield the elements of a pass on the device, each array as a `PerReplica`."""
         layout = self._collectives.layout
         replica, has_others = layout.replica_id, layout.num_replicas > 1
         numbers = itertools.count(start)
@@ -180,9 +256,9 @@ class DistributedDataset:
             return element
 
         with contextlib.ExitStack() as stack:
-            transfer = stack.enter_context(contextlib.closing(transfer_to(self._device)))
+            transfer = stack.enter_context(contextlib.closing(transfer_to(self.device)))
             stack.callback(note_part, replica, None)  # after the pass nobody works on it
-            elements = self._rank_dataset.elements(pass_number, start, transfer.begin)
+            elements = self.rank_dataset.elements(pass_number, start, transfer.begin)
             stack.enter_context(contextlib.closing(elements))
             while True:
                 try:
@@ -190,30 +266,6 @@ class DistributedDataset:
                     yield noted(nests.map_nest(per_replica_of, next(elements)))
                 except StopIteration:
                     return
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position: the pass, and how many of its batches were handed out. Local.
-
-        JSON values only, the same on all ranks. ``order`` stands for what decides the order of
-        examples.
-        """
-        return self._position.state(self._rank_dataset.layout)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at a position: the next ``iter()`` resumes that pass. Local.
-
-        Parameters
-        ----------
-        state : dict
-            From `state_dict`, of a dataset with the same files, order and batch size. The
-            number of ranks may be another where batches are global.
-
-        Raises
-        ------
-        TypeError, ValueError
-            If it is no such dict, or a position within a pass that this dataset does not have.
-        """
-        self._position.load(state, self._rank_dataset.layout, self._rank_dataset.length)
 
 
 NextElement = Callable[[Iterator[Any]], tuple[Any, bool]]
@@ -359,48 +411,3 @@ class RankPipeline:
         if self.length < 0 or self.next_element is not None:
             return itertools.count(start)
         return iter(range(start, self.length))
-
-
-_END = object()
-
-
-class ReplicatedDataset(DistributedDataset):
-    """The datasets of the replicas of this rank, whose elements are joined."""
-
-    def __init__(
-        self,
-        of_replicas: Sequence[DistributedDataset],
-        each: Callable[[Callable[[], Any]], list[Any]],
-        per_replica: Callable[[Sequence[Any]], Any],
-        own_of: Callable[[Sequence[Any]], Any],
-        ranks: Collectives,
-    ) -> None:
-        # `each` calls a function as each replica, and `own_of` returns the item of the one that
-        # runs; `per_replica` joins components.
-        first = of_replicas[0]
-        super().__init__(first._rank_dataset, first._device, ranks)
-        self._of_replicas = of_replicas
-        self._each, self._per_replica, self._own_of = each, per_replica, own_of
-
-    def _own_elements(self, pass_number: int, start: int) -> Generator[Any, None, None]:
-        """Yield the elements of a pass, each array as a `PerReplica` of all replicas here."""
-        parts = [each._own_elements(pass_number, start) for each in self._of_replicas]
-        with contextlib.ExitStack() as stack:
-            for part in parts:
-                stack.enter_context(contextlib.closing(part))
-            while True:
-                elements = self._each(lambda: next(self._own_of(parts), _END))
-                if elements[0] is _END:
-                    return
-                yield self._joined(elements)
-                del elements
-
-    def _joined(self, elements: Sequence[Any]) -> Any:
-        flat = [nests.flatten(each) for each in elements]
-        rows = zip(*(leaves for leaves, _ in flat), strict=True)
-        return nests.unflatten(flat[0][1], [self._joined_leaf(row) for row in rows])
-
-    def _joined_leaf(self, leaves: Sequence[Any]) -> Any:
-        if not isinstance(leaves[0], PerReplica):
-            return leaves[0]
-        return self._per_replica([leaf.values[0] for leaf in leaves])

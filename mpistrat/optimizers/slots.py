@@ -13,11 +13,11 @@ import numpy as np
 from mpistrat import context
 from mpistrat.agreement.channel import Channel
 from mpistrat.collectives.collectives import CollectiveCall
-from mpistrat.collectives.fast_reduction import JointReduction
 from mpistrat.collectives.reduction import Reduction
 from mpistrat.optimizers.device_update import SumsOfSquares
 from mpistrat.optimizers.gradients import prepare_sum
 from mpistrat.optimizers.update import Rule, Target, UpdateAll, slot_dtype, sums_of_all
+from mpistrat.replicas.joint_reduction import JointReduction
 from mpistrat.strategies.one_replica import default_strategy
 from mpistrat.system.units import on_undo
 from mpistrat.variables import (

@@ -31,6 +31,8 @@ from mpistrat.options import (
     ValueContext,
 )
 from mpistrat.replica import ReplicaContext
+from mpistrat.replicas.arithmetic import compare_arithmetic
+from mpistrat.replicas.replica_set import OneReplica, Replicas, ReplicaSet
 from mpistrat.strategies.extended_v1 import ExtendedV1
 from mpistrat.strategies.groups import RankGroups
 from mpistrat.strategies.reductions import (
@@ -43,7 +45,6 @@ from mpistrat.strategies.reductions import (
 from mpistrat.system.callsite import failure_site
 from mpistrat.tracing.spans import span
 from mpistrat.values import (
-    DistributedValues,
     PerReplica,
     batches_of,
     container_of,
@@ -102,15 +103,29 @@ class StrategyExtended(ExtendedV1):
     _is_default = False
     _distributes_variables = True
     _context_class: type[ReplicaContext] = ReplicaContext
+    _replica_set_class: type[ReplicaSet] = ReplicaSet
 
     def __init__(self, collectives: Collectives, groups: RankGroups | None = None) -> None:
         self._set_ranks(collectives, groups or RankGroups.of_one_rank(collectives))
         self._variable_numbers = itertools.count()
 
     def _set_ranks(self, collectives: Collectives, groups: RankGroups) -> None:
-        self._collectives, self._groups = collectives, groups
-        # On the way of every step: attributes of their own.
-        self._replicas, self._shards = groups.replicas, groups.shards
+        self._groups, self._shards = groups, groups.shards
+        self._replica_set: Replicas
+        if collectives.layout.is_shared:
+            self._replica_set = self._replica_set_class(collectives, self._show)
+            collectives.arithmetic = compare_arithmetic(collectives)
+        else:
+            self._replica_set = OneReplica(collectives, self._show)
+            self._replicas = groups.replicas
+        # On the path of every step.
+        self._once, self._own_of = self._replica_set.once, self._replica_set.own
+
+    def _show(self, collectives: Collectives, layout: Layout) -> None:
+        """Take the collectives and the layout of the replica that runs, or of the rank."""
+        # Attributes, because every step of a program reads them.
+        self._collectives = self._replicas = collectives
+        self._layout = layout
 
     def _copied_for(self, container: Any) -> StrategyExtended:
         """Return a copy for another strategy on the same ranks."""
@@ -135,6 +150,7 @@ class StrategyExtended(ExtendedV1):
         )
         self._groups.close(error)
         self._collectives.close(error)
+        self._replica_set.close()
 
     def _require_scope(self, what: str) -> None:
         """Make sure that `what` is called within `Strategy.scope` or `Strategy.run`."""
@@ -166,6 +182,8 @@ class StrategyExtended(ExtendedV1):
 
     def _run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return what `call_for_each_replica` does, once that is checked."""
+        if not self._replica_set.is_one:
+            return self._replica_set.call(fn, args, kwargs, self._new_frame)
         local_args = [localize(each) for each in args]
         local_kwargs = {name: localize(kwargs[name]) for name in kwargs}
         # Not `with ReplicaContext(...)`, which would check once more what was checked above.
@@ -180,19 +198,36 @@ class StrategyExtended(ExtendedV1):
                 raise
         return self._merge(result)
 
+    def _new_frame(self) -> context.Frame:
+        """Return a replica context to enter."""
+        replica = self._context_class(self._container)
+        return context.Frame(context.Kind.REPLICA, self._container, replica)
+
     def _merge(self, result: Any) -> Any:
         return None if result is None else per_replica(result)
 
-    def _reduce(self, reduce_op: ReduceOpLike, value: Any, axis: Any = None) -> Any:
+    # Each of these calls itself once per replica if this rank has several, with `is_own`.
+
+    def _reduce(
+        self, reduce_op: ReduceOpLike, value: Any, axis: Any = None, is_own: bool = False
+    ) -> Any:
         """Reduce `value` to host memory: see `Strategy.reduce`. **Collective**."""
         context.require_cross_replica(self._container, "reduce")
+        if not (is_own or self._replica_set.is_one):
+            return self._replica_set.with_components(
+                "reduce", value, lambda own: self._reduce(reduce_op, own, axis, is_own=True)
+            )[0]
         value = with_whole_values(reduce_op, value) if self._variable_partitioner else value
         with self._replicas.call("reduce") as call:
             return reduce_to_host(call, ReduceOp.parse(reduce_op), value, axis)
 
-    def _gather(self, value: Any, axis: int) -> Any:
+    def _gather(self, value: Any, axis: int, is_own: bool = False) -> Any:
         """Concatenate `value` in host memory: see `Strategy.gather`. **Collective**."""
         context.require_cross_replica(self._container, "gather")
+        if not (is_own or self._replica_set.is_one):
+            return self._replica_set.with_components(
+                "gather", value, lambda own: self._gather(own, axis, is_own=True)
+            )[0]
         with self._replicas.call("gather") as call:
             components = local_components(value)
             gathered = apply_to_nest(call, AllGather.parse(call.kind, axis), components)
@@ -238,9 +273,20 @@ class StrategyExtended(ExtendedV1):
         reduce_op: ReduceOpLike,
         pairs: Iterable[tuple[Any, Any]],
         options: CommunicationOptions | None,
+        is_own: bool = False,
     ) -> list[Any]:
         """Reduce each value of `pairs` to its destination; `kind` names the public method."""
         context.require_cross_replica(self._container, kind)
+        if not (is_own or self._replica_set.is_one):
+            given = list(pairs)
+            values, places = [value for value, _ in given], [where for _, where in given]
+
+            def reduced(own: Sequence[Any]) -> list[Any]:
+                own_pairs = zip(own, places, strict=True)
+                return self._reduce_pairs(kind, reduce_op, own_pairs, options, is_own=True)
+
+            results: list[Any] = self._replica_set.with_components(kind, values, reduced)[0]
+            return results
         if self._variable_partitioner is not None:
             pairs = [(with_whole_values(reduce_op, value), where) for value, where in pairs]
         with self._replicas.call(kind, options=options) as call:
@@ -288,6 +334,14 @@ class StrategyExtended(ExtendedV1):
         if isinstance(var, MirroredVariable) and var.split_axis is None:
             self._compare_arguments(var, args, kwargs)
         what = f"update of variable {var.name!r}"
+        if isinstance(var, SyncOnReadVariable) and not self._replica_set.is_one:
+            self._collectives.channel.ledger.updates += 1
+            results = self._replica_set.each(
+                lambda: context.result_in_update_context(
+                    self._container, what, fn, (var,), args, kwargs or {}
+                )
+            )
+            return self._replica_set.joined(results) if group else tuple(results)
         return call_in_update_context(self._container, what, fn, (var,), args, kwargs, group)
 
     def _compare_arguments(self, var: Variable, args: Any, kwargs: Any) -> None:
@@ -475,12 +529,7 @@ class StrategyExtended(ExtendedV1):
     def _check_may_save(self, what: str) -> None:
         """Refuse to save or restore on a rank that cannot."""
 
-    # Replicas: several on a rank with `num_replicas=`
-
-    @property
-    def _layout(self) -> Layout:
-        """Which replica and which shard of it this rank is."""
-        return self._collectives.layout
+    # Replicas of this rank: see `ReplicaSet`
 
     @property
     def local_replica_ids(self) -> range:
@@ -493,35 +542,12 @@ class StrategyExtended(ExtendedV1):
 
     def _on_replicas(self, function: Callable[[], Any]) -> Any:
         """Return what `function` returns, called as each replica of this rank; of the first."""
-        return function()
-
-    def _once(self, function: Callable[[], Any]) -> Any:
-        """Return what `function` returns, called once where the replicas of this rank meet."""
-        return function()
+        return self._replica_set.each(function)[0]
 
     def _make_together(self, make: Callable[[], Any], name: str | None, modes: str) -> Any:
         """Return the variable called `name` that the replicas of this rank make."""
-        return make()
-
-    def _own_of(self, of_replicas: Sequence[Any]) -> Any:
-        """Return the item of the replica that runs, of one for each replica of this rank."""
-        return of_replicas[0]
-
-    def _running_of(self, of_replicas: Sequence[Any]) -> Sequence[Any]:
-        """Return the item of the replica that runs, outside of all those of this rank."""
-        return of_replicas
-
-    def _each_own(self, make: Callable[[], Any]) -> list[Any]:
-        """Return one item for each replica of this rank."""
-        return [make()]
-
-    def _with_components(self, kind: str, value: Any, function: Callable[[Any], Any]) -> list[Any]:
-        """Return what `function` returns of the component of each replica of this rank."""
-        return [function(localize(value))]
-
-    def _joined(self, of_replicas: Sequence[Any]) -> Any:
-        """Return the results of the replicas of this rank as one value."""
-        return of_replicas[0]
+        what = f"Variable of {name!r}{modes}"
+        return self._replica_set.make_together(self._container, make, what)
 
     # What the methods of `Strategy` about data sets do
 
@@ -532,8 +558,8 @@ class StrategyExtended(ExtendedV1):
         from mpistrat.data.distribute import distribute  # programs without data need none of it
 
         context.require_cross_replica(self._container, "experimental_distribute_dataset")
-        return self._owned(
-            distribute(dataset, options, self._collectives, self._collectives.device)
+        return self._distributed(
+            lambda: distribute(dataset, options, self._collectives, self._collectives.device)
         )
 
     def _distribute_from_function(
@@ -543,10 +569,23 @@ class StrategyExtended(ExtendedV1):
         from mpistrat.data.distribute import distribute_from_function
 
         context.require_cross_replica(self._container, "distribute_datasets_from_function")
-        made = distribute_from_function(
-            dataset_fn, options, self._collectives, self._collectives.device
+        return self._distributed(
+            lambda: distribute_from_function(
+                dataset_fn, options, self._collectives, self._collectives.device
+            )
         )
-        return self._owned(made)
+
+    def _distributed(self, distribute: Callable[[], DistributedDataset]) -> DistributedDataset:
+        """Return what `distribute` returns for the replicas of this rank, joined."""
+        of_replicas = self._replica_set.each(distribute)
+        is_one = self._replica_set.is_one
+        return self._owned(of_replicas[0] if is_one else self._joined_datasets(of_replicas))
+
+    def _joined_datasets(self, of_replicas: Sequence[DistributedDataset]) -> DistributedDataset:
+        from mpistrat.data.distributed_dataset import DistributedDataset
+
+        parts = [part for each in of_replicas for part in each._parts]
+        return DistributedDataset(parts, self._collectives, self._replica_set)
 
     def _owned(self, dataset: DistributedDataset) -> DistributedDataset:
         dataset.strategy = self._container
@@ -556,14 +595,12 @@ class StrategyExtended(ExtendedV1):
 
     def _local_results(self, value: Any) -> tuple[Any, ...]:
         """Return a tuple with this rank's component of `value`."""
-        return value.values if isinstance(value, Variable) else (localize(value),)
+        is_variable = isinstance(value, Variable)
+        return value.values if is_variable else self._replica_set.local_results(value)
 
     def _values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
         """Return ``value_fn(context)`` with each leaf as a `PerReplica`."""
-        layout = self._collectives.layout
-        nest = value_fn(ValueContext(layout.replica_id, layout.num_replicas))
-        return nests.map_nest(_as_per_replica, nest)
-
-
-def _as_per_replica(leaf: Any) -> Any:
-    return leaf if isinstance(leaf, DistributedValues | Variable | None) else PerReplica(leaf)
+        num_replicas = self._layout.num_replicas
+        return self._replica_set.values_from(
+            lambda ids: [value_fn(ValueContext(each, num_replicas)) for each in ids]
+        )

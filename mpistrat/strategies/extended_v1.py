@@ -151,12 +151,9 @@ class ExtendedV1(abc.ABC):
     """Methods for steps on iterators, non-slot variables and roles of ranks."""
 
     _collectives: Collectives
+    _layout: Layout
+    """Which replica and which shard of it this rank is."""
     _container: Any
-
-    if TYPE_CHECKING:
-
-        @property
-        def _layout(self) -> Layout: ...
 
     @property
     def device(self) -> Device:

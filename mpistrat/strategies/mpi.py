@@ -13,19 +13,14 @@ from mpistrat import context
 from mpistrat.agreement.call import AllOrNone
 from mpistrat.arguments import as_bool, as_integer
 from mpistrat.arrays import Device
-from mpistrat.collectives.collectives import (
-    Collectives,
-    OrderedCollectives,
-    check_can_order,
-    in_order,
-)
+from mpistrat.collectives.collectives import Collectives, check_can_order
 from mpistrat.comm.device_reducers import DeviceCapabilities
 from mpistrat.comm.selection import check_options
 from mpistrat.failures import flight_dumps
 from mpistrat.failures.connect import open_channel
 from mpistrat.failures.losses import explained_losses
 from mpistrat.failures.watchdog import watch_device
-from mpistrat.layout import Layout, SharedLayout
+from mpistrat.layout import Layout
 from mpistrat.mpi.world import (
     World,
     communicator,
@@ -233,9 +228,8 @@ class MPIStrategy(Strategy):
             if num_replicas is not None:
                 _check_is_alone(layout, variable_partitioner)
                 total = as_integer("num_replicas", num_replicas)
-                layout = SharedLayout.of(total, comm.size, comm.rank)
+                layout = Layout.shared(total, comm.size, comm.rank)
                 check_can_order(options)
-                options = in_order(options)
             chosen = settings()
             channel.timeout_s = chosen.timeout_s
             flight_dumps.install(
@@ -270,24 +264,15 @@ class MPIStrategy(Strategy):
             _warn_of_shared_cores(num_mates, world.num_cores)
         if comm.size > 1:
             _warn_of_missing_kernels()
-        extended: StrategyExtended
-        if num_replicas is None:
-            ranks = Collectives(channel, capabilities, options, layout)
-            extended = self._extended_class(ranks, open_groups(ranks))
-        else:
-            # Most programs want none of these.
-            if elastic:
-                from mpistrat.strategies.elastic.extended import ElasticCollectives, ElasticExtended
+        kind_of_ranks, extended_class = Collectives, self._extended_class
+        if elastic:  # most programs want none of it
+            from mpistrat.strategies.elastic.extended import ElasticCollectives, ElasticExtended
 
-                extended = ElasticExtended(
-                    ElasticCollectives(channel, capabilities, options, layout)
-                )
-            else:
-                from mpistrat.strategies.replicated import ReplicatedExtended
-
-                extended = ReplicatedExtended(
-                    OrderedCollectives(channel, capabilities, options, layout)
-                )
+            kind_of_ranks, extended_class = ElasticCollectives, ElasticExtended
+        ranks = kind_of_ranks(
+            channel, capabilities, options, layout, is_deterministic=num_replicas is not None
+        )
+        extended = extended_class(ranks, open_groups(ranks))
         super().__init__(extended)
         self.extended._variable_partitioner = variable_partitioner
         self._cluster_resolver = ClusterResolver(

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from mpistrat import context, nests
 from mpistrat.arguments import as_integer
 from mpistrat.arrays import Device
-from mpistrat.collectives.collectives import Collectives, OrderedCollectives, in_order
+from mpistrat.collectives.collectives import Collectives
 from mpistrat.errors import ContextError, warn_deprecated
-from mpistrat.layout import SharedLayout
+from mpistrat.layout import Layout
 from mpistrat.mpi.launcher import find_launcher
 from mpistrat.options import (
     CommunicationOptions,
@@ -123,7 +123,9 @@ class DefaultExtended(StrategyExtended):
     def _merge(self, result: Any) -> Any:
         return result
 
-    def _reduce(self, reduce_op: ReduceOpLike, value: Any, axis: Any = None) -> Any:
+    def _reduce(
+        self, reduce_op: ReduceOpLike, value: Any, axis: Any = None, is_own: bool = False
+    ) -> Any:
         """Return `value` as it is; with an axis, reduce it along that."""
         if axis is None:
             context.require_cross_replica(self._container, "reduce")
@@ -137,6 +139,7 @@ class DefaultExtended(StrategyExtended):
         reduce_op: ReduceOpLike,
         pairs: Iterable[tuple[Any, Any]],
         options: CommunicationOptions | None,
+        is_own: bool = False,
     ) -> list[Any]:
         """Return the values, not wrapped, once operation and destinations are checked."""
         reduced = super()._reduce_pairs(kind, reduce_op, pairs, options)
@@ -255,12 +258,11 @@ class OneDeviceStrategy(Strategy):
         if num_replicas is None:
             super().__init__(StrategyExtended(ranks))
             return
-        layout = SharedLayout.of(as_integer("num_replicas", num_replicas), 1, 0)
-        options = in_order(ranks.options)
-        ordered = OrderedCollectives(ranks.channel, ranks.capabilities, options, layout)
-        from mpistrat.strategies.replicated import ReplicatedExtended  # most programs want none
-
-        super().__init__(ReplicatedExtended(ordered))
+        layout = Layout.shared(as_integer("num_replicas", num_replicas), 1, 0)
+        ordered = Collectives(
+            ranks.channel, ranks.capabilities, ranks.options, layout, is_deterministic=True
+        )
+        super().__init__(StrategyExtended(ordered))
 
     @property
     def cluster_resolver(self) -> ClusterResolver:

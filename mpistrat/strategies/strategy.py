@@ -523,7 +523,7 @@ class Strategy(Hinted):
         parts = self._as_replicas(
             "scatter", value, lambda group, own: group.scatter(own, root, options)
         )
-        return self._extended._joined(parts)
+        return self._extended._replica_set.joined(parts)
 
     def _as_replicas(
         self, kind: str, value: Any, collective: Callable[[_Replicas, Any], Any]
@@ -531,7 +531,9 @@ class Strategy(Hinted):
         """Return the result of each replica of this rank. **Collective**."""
         context.require_cross_replica(self, kind)
         group = _Replicas(self._extended)
-        return self._extended._with_components(kind, value, lambda own: collective(group, own))
+        return self._extended._replica_set.with_components(
+            kind, value, lambda own: collective(group, localize(own))
+        )
 
     # Names that steer graphs and sessions.
 

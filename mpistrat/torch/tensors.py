@@ -14,7 +14,6 @@ from mpistrat.arrays import are_disjoint, array_at_function
 from mpistrat.collectives.collectives import CollectiveCall
 from mpistrat.comm.wire import named_dtype
 from mpistrat.errors import ContextError
-from mpistrat.layout import SharedLayout
 from mpistrat.sharding import consecutive
 
 
@@ -198,7 +197,7 @@ def check_is_of_ranks(kind: str) -> None:
     frame = context.current()
     if frame is None or frame.kind is not context.Kind.REPLICA:
         return
-    if isinstance(frame.strategy.extended._layout, SharedLayout):
+    if frame.strategy.extended._layout.is_shared:
         raise ContextError(
             f"{kind} is of the ranks, but it was called in a replica of {frame.strategy!r}, of "
             "which a rank may have several. Use the collectives of get_replica_context(), or its "

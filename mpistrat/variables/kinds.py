@@ -106,7 +106,7 @@ class SyncOnReadVariable(Variable):
     """Those of the replicas of this rank, in their order."""
 
     def _keep(self, storage: Array) -> None:
-        others = self.strategy.extended._each_own(storage.copy)[1:]
+        others = [storage.copy() for _ in self._replica_ids[1:]]
         self._keep_components([storage, *others])
         self.strategy.extended._note_variable(self)
 
@@ -127,7 +127,7 @@ class SyncOnReadVariable(Variable):
     @property
     def values(self) -> tuple[Array, ...]:
         """The components on this rank, in order of the replicas. Local."""
-        return tuple(map(read_only, self.strategy.extended._running_of(self._components)))
+        return tuple(map(read_only, self.strategy.extended._replica_set.running(self._components)))
 
     def value(self) -> Array:
         """Return the local component, or the aggregated value in cross-replica context.

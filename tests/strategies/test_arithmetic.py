@@ -8,7 +8,7 @@ import pytest
 
 _PROGRAM = """
 import mpistrat as ms
-from mpistrat.strategies.arithmetic import fingerprint
+from mpistrat.replicas.arithmetic import fingerprint
 print(fingerprint(ms.OneDeviceStrategy("cpu:0").extended.device))
 """
 

@@ -5,8 +5,8 @@ import pytest
 from mpi4py import MPI
 
 import mpistrat as ms
-from mpistrat.meeting import Meeting
 from mpistrat.optimizers.agreed_step import AgreedStep
+from mpistrat.replicas.threads import ReplicaThreads
 
 SHAPES = [(3, 2), (5,), (), (130, 40)]
 
@@ -105,13 +105,13 @@ def test_a_repeated_step_is_one_meeting(replicas, monkeypatch):
     twins = Twins(replicas)
     for number in range(2):
         twins.step(number)
-    acts, act = [], Meeting._act
+    acts, act = [], ReplicaThreads._act
 
     def noted(meeting):
         acts.append(meeting)
         act(meeting)
 
-    monkeypatch.setattr(Meeting, "_act", noted)
+    monkeypatch.setattr(ReplicaThreads, "_act", noted)
     twins.step(2)
     # A replica that has its rank alone meets nobody.
     assert len(acts) == (len(replicas.extended.local_replica_ids) > 1)

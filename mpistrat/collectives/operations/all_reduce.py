@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from mpistrat import nests
-from mpistrat.agreement.replica_channel import ReplicaChannel
 from mpistrat.arrays import (
     Array,
     address_of,
@@ -107,7 +106,7 @@ def _all_reduce_into(call: CollectiveCall, op: ReduceOp, nest: Any, out: Any) ->
         _check(call.kind, what, rank, op, array, target)
     direct = None
     # Replicas of one rank may bring memory of each other: none is written to before all is read.
-    if not isinstance(call.channel, ReplicaChannel) and _can_reduce_into(arrays, targets):
+    if not call.channel.shares_memory and _can_reduce_into(arrays, targets):
         arrays, direct = list(map(in_memory_of, arrays, targets)), targets
     results = call.all_reduce(op, arrays, nests.signature(structure), out=direct)
     for result, target in zip(results, targets, strict=True):

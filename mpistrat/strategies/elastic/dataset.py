@@ -1,63 +1,42 @@
-"""Distributed data set of an elastic strategy: any rank can read any replica's part."""
+"""Distributed dataset of an elastic strategy: any rank can read any replica's part."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from mpistrat import nests
-from mpistrat.data.distributed_dataset import DistributedDataset, ReplicatedDataset
+from mpistrat.data.distributed_dataset import DistributedDataset, ReplicaPart
 from mpistrat.values import local_component
 
-_END = object()
 
-
-class ElasticDataset(ReplicatedDataset):
+class ElasticDataset(DistributedDataset):
     """The parts of the replicas that this rank has, also once these are more."""
 
-    def __init__(
-        self, of_replicas: Sequence[DistributedDataset], group: Any, own_of: Callable[..., Any]
-    ) -> None:
-        self._group = group
-        self._parts = dict(
-            zip(group.ids, (each._rank_dataset for each in of_replicas), strict=True)
-        )
-        """By replica, of all that this rank has had."""
-        super().__init__(of_replicas, group.each, group.per_replica, own_of, group.ranks)
+    def __init__(self, parts: Sequence[ReplicaPart], replicas: Any) -> None:
+        super().__init__(parts, replicas.ranks, replicas)
+        self._of_replicas = dict(zip(replicas.ids, parts, strict=True))
+        """By replica, the parts of all that this rank has had."""
 
-    def _part(self, replica: int) -> DistributedDataset:
-        if replica not in self._parts:
-            of_any: Any = self._rank_dataset
-            self._parts[replica] = of_any.of_replica(replica)
-        member = self._group.member(replica)
-        return DistributedDataset(self._parts[replica], self._device, member)
+    def _part(self, replica: int) -> ReplicaPart:
+        known = self._of_replicas.get(replica, self._parts[0])
+        of_replica: Any = known.rank_dataset
+        if replica not in self._of_replicas:
+            of_replica = of_replica.of_replica(replica)
+        # After a loss a replica communicates with the ranks that are left.
+        part = ReplicaPart(of_replica, known.device, self._replica_set.member(replica))
+        self._of_replicas[replica] = part
+        return part
 
-    def _own_elements(self, pass_number: int, start: int) -> Generator[Any, None, None]:
-        """Yield the elements of a pass, each array as a `PerReplica` of all replicas here."""
-        number = start
-        while True:
-            ids = self._group.ids
-            parts = [self._part(each)._own_elements(pass_number, number) for each in ids]
-            with contextlib.ExitStack() as stack:
-                for part in parts:
-                    stack.enter_context(contextlib.closing(part))
-                while ids == self._group.ids:
-                    elements = self._each(lambda: next(self._own_of(parts), _END))  # noqa: B023
-                    if elements[0] is _END:
-                        return
-                    number += 1
-                    yield self._remembered(elements, pass_number, number - 1)
-                    del elements
-
-    def _remembered(self, elements: Sequence[Any], pass_number: int, number: int) -> Any:
-        """Return the joined `elements`, which know their place in the data set."""
+    def _joined(self, elements: Sequence[Any], pass_number: int, number: int) -> Any:
+        """Return the joined `elements`, which can be read again after a loss."""
 
         def read(replica: int) -> list[Any]:
-            part = self._part(replica)._own_elements(pass_number, number)
+            part = self._part(replica).elements(pass_number, number)
             with contextlib.closing(part):
                 return [local_component(each) for each in nests.flatten(next(part))[0]]
 
-        joined = self._joined(elements)
-        self._group.remember(joined, lambda ids: [read(each) for each in ids])
+        joined = super()._joined(elements, pass_number, number)
+        self._replica_set.remember(joined, lambda ids: [read(each) for each in ids])
         return joined

@@ -6,21 +6,18 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mpistrat import nests
-from mpistrat.collectives.collectives import CollectiveCall, Collectives, OrderedCollectives
+from mpistrat.collectives.collectives import CollectiveCall, Collectives
 from mpistrat.errors import CollectiveError
 from mpistrat.failures.losses import leave_lost
-from mpistrat.options import CommunicationOptions, ValueContext
-from mpistrat.strategies.arithmetic import compare_arithmetic
+from mpistrat.options import CommunicationOptions
 from mpistrat.strategies.elastic.job import job
-from mpistrat.strategies.elastic.values import ElasticGroup
+from mpistrat.strategies.elastic.values import ElasticReplicaSet
+from mpistrat.strategies.extended import StrategyExtended
 from mpistrat.strategies.groups import RankGroups
-from mpistrat.strategies.replica_calls import merged_results, merged_values
-from mpistrat.strategies.replicated import ReplicatedExtended
 from mpistrat.variables import Variable
 
 
-class ElasticCollectives(OrderedCollectives):
+class ElasticCollectives(Collectives):
     """The collectives of an elastic strategy, each in a unit."""
 
     is_elastic = True
@@ -76,7 +73,7 @@ class ElasticCollectives(OrderedCollectives):
 
 
 def _unit(what: str, method: Callable[..., Any], writes: bool = False) -> Any:
-    """Return a method of `ReplicatedExtended` as a unit called `what`."""
+    """Return a method of `StrategyExtended` as a unit called `what`."""
 
     @functools.wraps(method)
     def as_unit(self: ElasticExtended, *args: Any, **kwargs: Any) -> Any:
@@ -85,22 +82,18 @@ def _unit(what: str, method: Callable[..., Any], writes: bool = False) -> Any:
     return as_unit
 
 
-class ElasticExtended(ReplicatedExtended):
-    """`ReplicatedExtended` of a job that may lose ranks."""
+class ElasticExtended(StrategyExtended):
+    """`StrategyExtended` of a job that may lose ranks."""
 
-    _group: ElasticGroup
-
-    def _set_ranks(self, collectives: Collectives, groups: RankGroups) -> None:
-        self._groups, self._shards = groups, groups.shards
-        self._group = ElasticGroup(collectives)
-        collectives.arithmetic = compare_arithmetic(collectives)
+    _replica_set: ElasticReplicaSet
+    _replica_set_class = ElasticReplicaSet
 
     def _take_over(self, other: ElasticExtended) -> None:
         """Have the ranks of `other`: those that are left."""
-        ranks = self._group.ranks
+        ranks = self._replica_set.ranks
         assert isinstance(ranks, ElasticCollectives)
-        ranks.take_over(other._group.ranks)
-        self._group.reform()
+        ranks.take_over(other._replica_set.ranks)
+        self._replica_set.reform()
         self._groups = RankGroups.of_one_rank(ranks)
         self._shards = self._groups.shards
 
@@ -123,30 +116,21 @@ class ElasticExtended(ReplicatedExtended):
     def _note_optimizer(self, optimizer: Any) -> None:
         job.note_optimizer(optimizer)
 
-    call_for_each_replica = _unit("run", ReplicatedExtended.call_for_each_replica, writes=True)
-    update = _unit("update", ReplicatedExtended.update, writes=True)
-    _reduce = _unit("reduce", ReplicatedExtended._reduce)
-    _gather = _unit("gather", ReplicatedExtended._gather)
-    _reduce_pairs = _unit("batch_reduce_to", ReplicatedExtended._reduce_pairs)
-    assert_replicas_agree = _unit("assert_replicas_agree", ReplicatedExtended.assert_replicas_agree)
+    call_for_each_replica = _unit("run", StrategyExtended.call_for_each_replica, writes=True)
+    update = _unit("update", StrategyExtended.update, writes=True)
+    _reduce = _unit("reduce", StrategyExtended._reduce)
+    _gather = _unit("gather", StrategyExtended._gather)
+    _reduce_pairs = _unit("batch_reduce_to", StrategyExtended._reduce_pairs)
+    assert_replicas_agree = _unit("assert_replicas_agree", StrategyExtended.assert_replicas_agree)
     _distribute_dataset = _unit(
-        "experimental_distribute_dataset", ReplicatedExtended._distribute_dataset
+        "experimental_distribute_dataset", StrategyExtended._distribute_dataset
     )
     _distribute_from_function = _unit(
-        "distribute_datasets_from_function", ReplicatedExtended._distribute_from_function
+        "distribute_datasets_from_function", StrategyExtended._distribute_from_function
     )
 
-    def _joined_datasets(self, datasets: Sequence[Any]) -> Any:
+    def _joined_datasets(self, of_replicas: Sequence[Any]) -> Any:
         from mpistrat.strategies.elastic.dataset import ElasticDataset
 
-        return self._owned(ElasticDataset(datasets, self._group, self._own_of))
-
-    def _values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
-        group = self._group
-
-        def made(ids: Sequence[int]) -> list[Any]:
-            return [value_fn(ValueContext(each, group.num_replicas)) for each in ids]
-
-        joined = merged_results(group, made(group.ids), merged_values)
-        group.remember(joined, lambda ids: [nests.flatten(each)[0] for each in made(ids)])
-        return joined
+        parts = [part for each in of_replicas for part in each._parts]
+        return ElasticDataset(parts, self._replica_set)

@@ -179,7 +179,7 @@ class ElasticJob:
 
     @property
     def _ranks(self) -> Any:
-        return self._strategies[0].extended._group.ranks
+        return self._strategies[0].extended._replica_set.ranks
 
     def is_loss(self, error: BaseException) -> bool:
         """Return whether `error` comes of a lost rank, of which another rank may know. Local."""
@@ -188,7 +188,7 @@ class ElasticJob:
         if not isinstance(error, CollectiveError | MPI.Exception):
             return bool(failed_ranks(self._comm)) or is_revoked(self._comm)
         # The monitors may know before MPI does.
-        channels = [each.extended._group.ranks.channel for each in self._strategies]
+        channels = [each.extended._replica_set.ranks.channel for each in self._strategies]
         if any(each.departures.lost() for each in channels):
             return True
         return bool(failed_ranks_soon(self._comm)) or is_revoked(self._comm)
@@ -237,7 +237,7 @@ class ElasticJob:
         """Have all ranks leave what they wait for."""
         revoke(self._comm)
         for strategy in self._strategies:
-            strategy.extended._group.ranks.channel.transport.revoke()
+            strategy.extended._replica_set.ranks.channel.transport.revoke()
 
     def _without_lost(self) -> Any:
         """Return a communicator of the ranks that are left. **Collective**."""

@@ -19,9 +19,8 @@ from mpistrat.agreement.ledger import Signature
 from mpistrat.arrays import Array, host_copy, is_on_host, place
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.collectives.objects import as_bytes, from_bytes
-from mpistrat.layout import SharedLayout
+from mpistrat.layout import Layout
 from mpistrat.options import VariableSynchronization
-from mpistrat.sharding import replicas_of_ranks
 from mpistrat.strategies.elastic.values import ElasticReplicas
 from mpistrat.system.units import on_undo
 
@@ -47,12 +46,10 @@ class ElasticState:
         self._copies: list[tuple[Array, Array]] | None = None
         """Of all mirrored variables, until there is another one."""
         self._on_read: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        self._at_first: dict[int, np.ndarray] = {}
-        """The component that every replica had of each of these when it was made."""
         self._num_on_read = 0
         self._kept: Sequence[bytes] = ()
         """What each rank has sent at the end of the last unit that has written."""
-        self._kept_layout: SharedLayout | None = None
+        self._kept_layout: Layout | None = None
         """Which replicas each rank had then."""
         self._signatures: dict[str, Signature] = {}
 
@@ -79,8 +76,8 @@ class ElasticState:
         number = self._num_on_read
         self._num_on_read += 1
         self._on_read[number] = variable
-        self._at_first[number] = host_copy(variable._components[0])
-        weakref.finalize(variable, self._at_first.pop, number, None)
+        # What a replica has that no rank has kept anything of.
+        variable._at_first = host_copy(variable._components[0])
         on_undo(functools.partial(setattr, self, "_num_on_read", number))
 
     def copy(self, writes: bool | Sequence[Any]) -> Copies:
@@ -104,16 +101,7 @@ class ElasticState:
             storage[...] = copy
         of_variables = self._kept_components()
         for number, variable in list(self._on_read.items()):
-            self._restore(number, variable, of_variables.get(number, {}))
-
-    def _restore(self, number: int, variable: Any, of_replicas: Mapping[int, bytes]) -> None:
-        """Have `variable` hold the components of the replicas that this rank has now."""
-        first, device = self._at_first[number].tobytes(), variable._target.device
-        components = [
-            np.ndarray(variable.shape, variable.dtype, of_replicas.get(each, first)).copy()
-            for each in variable.strategy.extended.local_replica_ids
-        ]
-        variable._keep_components([place(each, device) for each in components])
+            _restore_components(variable, of_variables.get(number, {}))
 
     def _kept_components(self) -> dict[int, dict[int, bytes]]:
         """Return what was kept of each SyncOnRead variable, by number and replica."""
@@ -121,13 +109,12 @@ class ElasticState:
         layout = self._kept_layout
         if layout is None:
             return found
-        shares = replicas_of_ranks(layout.total, layout.num_ranks)
-        for replicas, text in zip(shares, self._kept, strict=True):
+        for rank, text in enumerate(self._kept):
             begin, end = _HEAD.size, _end_of_variables(text)
             while begin < end:
                 number, size = _NUMBERS.unpack_from(text, begin)
                 begin += _NUMBERS.size
-                for replica in replicas:
+                for replica in layout.replicas_of(rank):
                     found.setdefault(number, {})[replica] = text[begin : begin + size]
                     begin += size
         return found
@@ -152,9 +139,7 @@ class ElasticState:
             parts.append(as_bytes(short))
         with ranks.call(what) as call:
             texts = _exchanged(call, self._signature(call), b"".join(parts))
-        layout = ranks.layout
-        assert isinstance(layout, SharedLayout)
-        return functools.partial(self._keep, layout, texts, values)
+        return functools.partial(self._keep, ranks.layout, texts, values)
 
     def meet(self, ranks: Collectives, what: str) -> None:
         """Wait for all ranks at the end of the unit `what`. **Collective**."""
@@ -169,11 +154,21 @@ class ElasticState:
         return signature
 
     def _keep(
-        self, layout: SharedLayout, texts: Sequence[bytes], values: dict[int, ElasticReplicas]
+        self, layout: Layout, texts: Sequence[bytes], values: dict[int, ElasticReplicas]
     ) -> None:
         self._kept_layout, self._kept = layout, texts
         for position, value in values.items():
             value.remember(functools.partial(_components_of, texts, position))
+
+
+def _restore_components(variable: Any, of_replicas: Mapping[int, bytes]) -> None:
+    """Have `variable` hold the components of the replicas that this rank has now."""
+    first, device = variable._at_first.tobytes(), variable._target.device
+    components = [
+        np.ndarray(variable.shape, variable.dtype, of_replicas.get(each, first)).copy()
+        for each in variable.strategy.extended.local_replica_ids
+    ]
+    variable._keep_components([place(each, device) for each in components])
 
 
 def _as_buffers(components: Sequence[Array]) -> tuple[int, Sequence[Any]]:

@@ -7,21 +7,22 @@ from typing import Any
 
 from mpistrat import nests
 from mpistrat.errors import ReplicaLostError
-from mpistrat.strategies.replica_group import ReplicaGroup
-from mpistrat.values import LocalReplicas
+from mpistrat.replicas.replica_set import Make, ReplicaSet
+from mpistrat.values import PerReplica
 
 _Again = Callable[[Sequence[int]], Sequence[Any]]
 """Returns the components of some replicas."""
 
 
-class ElasticReplicas(LocalReplicas[Any]):
+class ElasticReplicas(PerReplica[Any]):
     """A `PerReplica` that knows where the components of other replicas come from."""
 
-    __slots__ = ("_again", "_group", "_ids")
+    __slots__ = ("_again", "_ids", "_replica_set")
 
-    def __init__(self, components: Sequence[Any], group: ElasticGroup) -> None:
-        super().__init__(components, group.turn_now)
-        self._group, self._ids = group, group.ids
+    def __init__(self, components: Sequence[Any], replicas: ElasticReplicaSet) -> None:
+        super().__init__(components[0])
+        self._join(components, replicas.turn_now)
+        self._replica_set, self._ids = replicas, replicas.ids
         self._again: _Again | None = None
 
     @property
@@ -36,7 +37,7 @@ class ElasticReplicas(LocalReplicas[Any]):
 
     def _renew(self) -> None:
         """Have the components of the replicas that this rank has now."""
-        ids = self._group.ids
+        ids = self._replica_set.ids
         if ids == self._ids:
             return
         if self._again is None:
@@ -71,12 +72,18 @@ class ElasticReplicas(LocalReplicas[Any]):
         self._again = again
 
 
-class ElasticGroup(ReplicaGroup):
+class ElasticReplicaSet(ReplicaSet):
     """The replicas of this rank, which may become more."""
 
     def per_replica(self, components: Sequence[Any]) -> ElasticReplicas:
         """Return the distributed value of the replicas' components."""
         return ElasticReplicas(components, self)
+
+    def values_from(self, make: Make) -> Any:
+        """Return what `make` creates, which it is called for again after a loss."""
+        joined = super().values_from(make)
+        self.remember(joined, lambda ids: [nests.flatten(each)[0] for each in make(ids)])
+        return joined
 
     def remember(self, nest: Any, again: Callable[[Sequence[int]], Sequence[list[Any]]]) -> None:
         """Have the values in `nest` come from `again`, which returns the leaves of replicas."""

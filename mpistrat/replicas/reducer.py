@@ -1,4 +1,4 @@
-"""Reducer of replicas: several on each rank, combined in one tree over all of them.
+"""Reducer of replicas, several on each rank, which are combined in one tree over all of them.
 
 Each rank combines its own replicas first, as far as the tree goes inside its share: the sums that
 are left, its *pieces*, are nodes of the tree. Then the ranks combine their pieces.
@@ -26,28 +26,28 @@ from mpistrat.sharding import Fold, replicas_of_ranks
 
 Meet = Callable[[str, Any, Callable[[list[Any]], Sequence[Any]]], Any]
 """``meet(what, given, act)``: waits until all replicas of this rank have called it with an equal
-`what`, calls ``act(values)`` once with what they have `given`, in order, and returns to each its
-item of what that returns."""
+`what`, calls ``act(values)`` once with what they have `given`, in order, and returns to each of
+them its item of the result."""
 
 _SMALL_BYTES = 2**15
 """Up to here, over all ranks, a second message costs more than to combine all on every rank."""
 
 
 @dataclass
-class Meetings:
-    """How the replicas of a rank meet, and what they leave for each other, by their numbers."""
+class ReplicaLinks:
+    """How the replicas of a rank wait for each other, and the data that they share, by number."""
 
     meet: Meet
-    errand: Callable[[Callable[[], object]], object]
-    """Has the thread that calls MPI call a function, and waits for it."""
-    mail: dict[tuple[int, int], list[np.ndarray]] = field(default_factory=dict)
-    """What one replica has sent to another."""
+    run_on_main: Callable[[Callable[[], object]], object]
+    """Calls a function on the thread that may call MPI, and waits for it."""
+    messages: dict[tuple[int, int], list[np.ndarray]] = field(default_factory=dict)
+    """Arrays that one replica has sent to another."""
     attached: dict[int, Message] = field(default_factory=dict)
-    """What is reduced next, if the replicas agree."""
+    """Messages to reduce next, if the replicas agree."""
     reduced: dict[int, Message] = field(default_factory=dict)
-    """What was reduced by the first replica for all."""
+    """Messages that the first replica has reduced for all."""
     usual_at: int = -1
-    """The number of the collective at which one of them has found nothing unusual to look at."""
+    """The number of the collective that one of them has found to need no further checks."""
 
 
 class ReplicaReducer:
@@ -57,10 +57,10 @@ class ReplicaReducer:
     keeps_order = True
 
     def __init__(
-        self, meetings: Meetings, transport: Transport, replica_id: int, num_replicas: int
+        self, links: ReplicaLinks, transport: Transport, replica_id: int, num_replicas: int
     ) -> None:
-        self._meet = meetings.meet
-        self._attached, self._reduced = meetings.attached, meetings.reduced
+        self._meet = links.meet
+        self._attached, self._reduced = links.attached, links.reduced
         self._replica_id = replica_id
         self._transport = transport
         self._num_replicas = num_replicas
@@ -100,23 +100,23 @@ class ReplicaReducer:
         self._attached.pop(self._replica_id, None)
 
     def way(self, op: ReduceOp, dtype: np.dtype, num_bytes: int) -> dict[str, int]:
-        """Return nothing: replicas meet in Python."""
+        """Return nothing: replicas wait for each other in Python."""
         return {}
 
     def ready(self, op: ReduceOp, dtype: np.dtype) -> None:
         """Return ``None``, as `way` returns nothing."""
 
     def check(self) -> None:
-        """Do nothing, as `ready`."""
+        """Do nothing: nothing is compiled, started or to be freed here."""
 
-    def withdraw(self) -> None:
-        """Do nothing, as `ready`."""
+    withdraw = drain = revoke = close = check
 
     def all_reduce(self, op: ReduceOp, message: Message) -> None:
         """Reduce each array of `message`. **Collective** over replicas."""
         attached = self._attached
         if attached.get(self._replica_id) is message:
-            # All have met to agree, and the first goes on first: it need not meet them again.
+            # All have waited for the agreement, and the first one resumes first: it can reduce the
+            # messages of all without waiting for them again.
             if self._replica_id == self._share.start and len(attached) == len(self._share):
                 messages = [attached[each] for each in self._share]
                 self.reduce_together(op, messages)
@@ -136,15 +136,6 @@ class ReplicaReducer:
         """Reduce each array of `message`, before this returns. **Collective** over replicas."""
         self.all_reduce(op, message)
         return bool
-
-    def drain(self) -> None:
-        """Do nothing: nothing is under way."""
-
-    def revoke(self) -> None:
-        """Do nothing: there is no communicator."""
-
-    def close(self) -> None:
-        """Do nothing: there is nothing to free."""
 
     def reduce_together(self, op: ReduceOp, messages: list[Message]) -> list[None]:
         """Reduce the messages of this rank's replicas with those of other ranks. **Collective**."""
@@ -245,8 +236,8 @@ class ReplicaReducer:
             )
             counts = [length * len(parts) for length in lengths]
             incoming = [lengths[rank] * len(nodes) for nodes in nodes_of_ranks]
-            came = transport.all_to_all(sent, counts, incoming)
-            rows = came.reshape(sum(map(len, nodes_of_ranks)), lengths[rank])
+            received = transport.all_to_all(sent, counts, incoming)
+            rows = received.reshape(sum(map(len, nodes_of_ranks)), lengths[rank])
             own = self._fold_all(op, rows)
             total[block] = transport.all_gather(own, lengths)
         return total

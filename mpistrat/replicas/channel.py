@@ -1,4 +1,4 @@
-"""Channel of one replica among several on its rank: they agree by the channel of the rank."""
+"""Channel of a replica that shares its rank: the replicas agree by the channel of the rank."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 from mpistrat.agreement.channel import Channel
 from mpistrat.agreement.disagreement import disagreement_error
 from mpistrat.agreement.ledger import Outcome, Signature, Status, digest_of
-from mpistrat.comm.replica_reducer import Meetings
-from mpistrat.comm.replica_transport import ReplicaTransport
 from mpistrat.errors import CollectiveError
-from mpistrat.meeting import Unwound
+from mpistrat.replicas.reducer import ReplicaLinks
+from mpistrat.replicas.threads import Cancelled
+from mpistrat.replicas.transport import ReplicaTransport
 from mpistrat.system.callsite import users_place
 from mpistrat.system.text import format_detail
 from mpistrat.tracing.flight_recorder import State
@@ -22,7 +22,7 @@ _DIFFERENT = ("replicas that differ",)
 
 
 class _Vote(NamedTuple):
-    """What one replica brings to a round."""
+    """Contribution of one replica to a round."""
 
     status: Status
     digest: int
@@ -31,28 +31,30 @@ class _Vote(NamedTuple):
     extra: int
     given: Any = None
     do: Callable[[Sequence[Any]], Sequence[Any]] | None = None
-    """What the first replica does at once with what all have `given`, if all bring the same."""
+    """Work of the first replica with what all have `given`, if all vote alike."""
 
 
 class Done(NamedTuple):
-    """What a replica gets of what was done at once."""
+    """Result of work that was done together with the vote."""
 
     outcome: Any
 
 
 class ReplicaChannel(Channel):
-    """The agreement of all replicas, as one of them sees it; `ranks` is that of the ranks.
+    """The agreement of all replicas, as one of them sees it; `ranks` is the channel of the ranks.
 
-    The replicas of a rank meet first. If they bring the same, their rank brings it to a round of
-    the ranks.
+    The replicas of a rank wait for each other first. If they vote alike, their rank votes so in a
+    round of the ranks.
     """
 
+    shares_memory = True
+
     def __init__(
-        self, ranks: Channel, meetings: Meetings, replica_id: int, num_replicas: int
+        self, ranks: Channel, links: ReplicaLinks, replica_id: int, num_replicas: int
     ) -> None:
-        self._ranks, self._meet = ranks, meetings.meet
-        self.meetings = meetings
-        transport = ReplicaTransport(ranks.transport, meetings, replica_id, num_replicas)
+        self._ranks, self._meet = ranks, links.meet
+        self.links = links
+        transport = ReplicaTransport(ranks.transport, links, replica_id, num_replicas)
         super().__init__(transport, ranks.timeout_s)
         self.checks = ranks.checks
         self.meet = None
@@ -74,7 +76,7 @@ class ReplicaChannel(Channel):
     def vote(
         self, status: Status, signature: object, timeout_s: float | None, extra: int = 0
     ) -> Outcome:
-        """Meet the other replicas of this rank, and take part in a round of the ranks."""
+        """Wait for the other replicas of this rank, and take part in a round of the ranks."""
         vote = _Vote(status, digest_of(signature) ^ extra, signature, timeout_s, extra)
         try:
             outcome: Outcome = self._meet("agreement", vote, self._vote_as_rank)
@@ -94,8 +96,8 @@ class ReplicaChannel(Channel):
     ) -> Outcome | Done:
         """Vote for a call; once all agree, call `do` once with what the replicas here have given.
 
-        Return this replica's item of what it returns, or an outcome: of a call where `do` was not
-        called, because other replicas of this rank have brought nothing to do. **Collective**.
+        Return this replica's item of its result; or the outcome if `do` was not called, because
+        other replicas of this rank have voted without it. **Collective**.
         """
         digest = signature.digest
         if digest is None:
@@ -105,7 +107,7 @@ class ReplicaChannel(Channel):
         return answer
 
     def _vote_as_rank(self, votes: list[_Vote]) -> list[Outcome | Done]:
-        """Bring what the replicas of this rank have in common to a round. **Collective**."""
+        """Vote for this rank as its replicas do, or for a disagreement. **Collective**."""
         ranks, num_votes = self._ranks, len(votes)
         status, digest, signature, timeout_s, extra, _, do = votes[0]
         # All at once: there is one for each replica.
@@ -135,12 +137,12 @@ class ReplicaChannel(Channel):
     def leave_interrupted(self, what: str, error: BaseException) -> None:
         """Close the channel, unless the replica ends because another one here has failed."""
         # That one reports its own failure, and may have failed after the data had moved.
-        if not isinstance(error, Unwound):
+        if not isinstance(error, Cancelled):
             super().leave_interrupted(what, error)
 
     def leave_data(self, error: BaseException) -> None:
-        """Report that this rank brings no more of the data that the others wait for."""
-        if self.closed is None and not isinstance(error, Unwound):
+        """Report that this rank sends no more of the data that the others wait for."""
+        if self.closed is None and not isinstance(error, Cancelled):
             self._ranks.leave_interrupted(f"transfer of data in {self.inside}", error)
 
     def exchange(self, value: Any) -> list[Any]:
@@ -232,12 +234,12 @@ def _replica_list(replicas: Sequence[int]) -> str:
     return f"replica{'s' if len(replicas) > 1 else ''} {', '.join(map(str, replicas))}"
 
 
-def describe_apart(
+def replicas_disagree(
     ranks: Channel, returned: Sequence[int], waiting: Sequence[tuple[int, str, Any, str]]
 ) -> CollectiveError:
-    """Close `ranks`, and return the error for replicas of this rank that do not meet.
+    """Close `ranks`, and return the error for replicas of this rank that wait for different things.
 
-    **Collective**. `waiting` are replicas with what they wait in, what they give there and where.
+    **Collective**. `waiting` are replicas, what each waits in, what it has given, and its place.
     """
     lines: dict[tuple[str, str], list[int]] = {}
     for replica, what, given, site in waiting:

@@ -1,4 +1,4 @@
-"""Meetings without ranks: turns, errors, and the threads that carry members."""
+"""Threads of replicas, without ranks: turns, errors, and how long the threads live."""
 
 import gc
 import itertools
@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from mpistrat.meeting import Meeting
+from mpistrat.replicas.threads import ReplicaThreads
 
 
 class Turns:
@@ -27,13 +27,13 @@ class Turns:
 def make():
     turns = Turns()
 
-    def not_met(members):
-        return LookupError(f"{sum(each.request is None for each in members)} have ended")
+    def disagreement(calls):
+        return LookupError(f"{sum(each.request is None for each in calls)} have ended")
 
-    return Meeting(turns, not_met), turns
+    return ReplicaThreads(turns, disagreement), turns
 
 
-def carriers():
+def kept_threads():
     return [each for each in threading.enumerate() if each.name.startswith("mpistrat-replica-")]
 
 
@@ -42,27 +42,27 @@ def total(given):
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_members_take_turns_and_meet(size):
-    meeting, turns = make()
-    results = meeting.run([lambda n=n: meeting.meet("sum", n, total) for n in range(size)])
+def test_replicas_take_turns_and_wait_for_each_other(size):
+    replicas, turns = make()
+    results = replicas.run([lambda n=n: replicas.meet("sum", n, total) for n in range(size)])
     assert results == [size * (size - 1) // 2] * size
-    # Each until it meets, then what they have met for, then each to its end.
+    # Each until it waits, then the common work, then each to its end.
     assert [turn for turn, _ in itertools.groupby(turns.all)] == [*range(size), None, *range(size)]
-    assert not meeting.is_busy
-    meeting.close()
+    assert not replicas.is_busy
+    replicas.close()
 
 
-def test_threads_are_kept_and_end_with_the_meeting():
-    others = carriers()  # of strategies of other tests: they may end meanwhile
-    meeting, _ = make()
+def test_threads_are_kept_and_end_with_their_owner():
+    others = kept_threads()  # of strategies of other tests: they may end meanwhile
+    replicas, _ = make()
     for _ in range(3):
-        meeting.run([threading.get_ident] * 4)
-        threads = [each for each in carriers() if each not in others]
+        replicas.run([threading.get_ident] * 4)
+        threads = [each for each in kept_threads() if each not in others]
         assert len(threads) == 3
-    names = meeting.run([threading.get_ident] * 4)
-    assert names == meeting.run([threading.get_ident] * 4)
+    names = replicas.run([threading.get_ident] * 4)
+    assert names == replicas.run([threading.get_ident] * 4)
     assert names[0] == threading.get_ident()
-    del meeting, _  # nobody has closed it
+    del replicas, _  # nobody has closed it
     gc.collect()
     for each in threads:
         each.join(10)
@@ -70,7 +70,7 @@ def test_threads_are_kept_and_end_with_the_meeting():
 
 
 def test_threads_that_the_system_refuses(monkeypatch):
-    meeting, _ = make()
+    replicas, _ = make()
     start = threading.Thread.start
     allowed = [True, False]
 
@@ -81,11 +81,11 @@ def test_threads_that_the_system_refuses(monkeypatch):
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     with pytest.raises(RuntimeError, match=r"4 replicas, which need 3 threads, .* gives 1 \(can't"):
-        meeting.run([int] * 4)
-    assert not meeting.is_busy
+        replicas.run([int] * 4)
+    assert not replicas.is_busy
     monkeypatch.undo()
-    assert meeting.run([int] * 4) == [0] * 4
-    meeting.close()
+    assert replicas.run([int] * 4) == [0] * 4
+    replicas.close()
 
 
 class Stopped(BaseException):
@@ -96,16 +96,16 @@ class Stopped(BaseException):
 @pytest.mark.parametrize("guilty", [0, 1, 3])
 @pytest.mark.parametrize("phase", [0, 1, 2])
 def test_an_error_of_one_ends_all(error, guilty, phase):
-    meeting, _ = make()
+    replicas, _ = make()
     raised, begun, ended, caught = error("mine"), [], [], []
 
-    def member(number):
+    def replica(number):
         begun.append(number)
         try:
             for each in range(3):
                 if (number, each) == (guilty, phase):
                     raise raised
-                meeting.meet("sum", 1, total)
+                replicas.meet("sum", 1, total)
         except Exception as found:
             if found is not raised:
                 caught.append(found)
@@ -114,21 +114,21 @@ def test_an_error_of_one_ends_all(error, guilty, phase):
             ended.append(number)
 
     with pytest.raises(error) as found:
-        meeting.run([lambda n=n: member(n) for n in range(4)])
+        replicas.run([lambda n=n: replica(n) for n in range(4)])
     assert found.value is raised
     assert sorted(begun) == sorted(ended) == list(range(guilty + 1 if phase == 0 else 4))
     assert caught == []
-    assert meeting.run([int] * 4) == [0] * 4
-    meeting.close()
+    assert replicas.run([int] * 4) == [0] * 4
+    replicas.close()
 
 
-def test_a_member_that_swallows_its_end():
-    meeting, _ = make()
+def test_a_replica_that_ignores_its_cancellation():
+    replicas, _ = make()
 
     def stubborn():
         while True:
             try:
-                return meeting.meet("sum", 1, total)
+                return replicas.meet("sum", 1, total)
             except BaseException as error:
                 if isinstance(error, RuntimeError):  # a ContextError
                     return None
@@ -137,18 +137,18 @@ def test_a_member_that_swallows_its_end():
         raise KeyError("mine")
 
     with pytest.raises(KeyError):
-        meeting.run([stubborn, fails])
-    assert meeting.run([int] * 2) == [0] * 2
-    meeting.close()
+        replicas.run([stubborn, fails])
+    assert replicas.run([int] * 2) == [0] * 2
+    replicas.close()
 
 
-def test_members_that_meet_a_different_number_of_times():
-    meeting, _ = make()
+def test_replicas_that_wait_a_different_number_of_times():
+    replicas, _ = make()
 
-    def member(number):
+    def replica(number):
         for _ in range(2 if number == 1 else 1):
-            meeting.meet("sum", 1, total)
+            replicas.meet("sum", 1, total)
 
     with pytest.raises(LookupError, match="2 have ended"):
-        meeting.run([lambda n=n: member(n) for n in range(3)])
-    meeting.close()
+        replicas.run([lambda n=n: replica(n) for n in range(3)])
+    replicas.close()

@@ -1,4 +1,4 @@
-"""Transport of replicas: several on each rank, which move bytes by the transport of the rank."""
+"""Transport of replicas, several on each rank, which move bytes by the transport of the rank."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.comm.replica_reducer import Meetings, ReplicaReducer
 from mpistrat.comm.transport import NodeReducer, SoloTransport, Transport, copied
 from mpistrat.options import ReduceOp
+from mpistrat.replicas.reducer import ReplicaLinks, ReplicaReducer
 from mpistrat.sharding import replicas_of_ranks
 
 
 class ReplicaTransport(SoloTransport):
     """One replica among all of them: its rank, in a `Transport`, is the number of the replica.
 
-    The replicas of a rank meet in each method, and then the rank moves what they all bring. Their
-    agreement is that of `ReplicaChannel`, which needs no round from here. Only the rank waits,
-    learns which others are dead, and frees what MPI has lent: here that is as for one rank alone.
+    In each method the replicas of a rank wait for each other, and then the rank moves the data of
+    all of them. They agree by `ReplicaChannel`, which needs no round of this transport. Only the
+    rank waits for other ranks, learns which are dead, and frees MPI's resources, so those methods
+    are the ones of a single rank.
     """
 
     def __init__(
-        self, transport: Transport, meetings: Meetings, replica_id: int, num_replicas: int
+        self, transport: Transport, links: ReplicaLinks, replica_id: int, num_replicas: int
     ) -> None:
         self.rank = replica_id
         self.size = num_replicas
@@ -33,7 +34,8 @@ class ReplicaTransport(SoloTransport):
         self.pool = transport.pool
         self.occupancy = transport.occupancy
         self._transport = transport
-        self._meet, self._errand, self._mail = meetings.meet, meetings.errand, meetings.mail
+        self._meet, self._run_on_main = links.meet, links.run_on_main
+        self._messages = links.messages
         self.shares = replicas_of_ranks(num_replicas, transport.size)
         """The replicas of each rank."""
         self._share = self.shares[transport.rank]
@@ -44,25 +46,15 @@ class ReplicaTransport(SoloTransport):
         self.has_fast_paths = transport.has_fast_paths
         self.node: NodeReducer | None = None
         if self.has_fast_paths:
-            self.node = ReplicaReducer(meetings, transport, replica_id, num_replicas)
+            self.node = ReplicaReducer(links, transport, replica_id, num_replicas)
 
     def all_reduce(self, op: ReduceOp, source: np.ndarray, target: np.ndarray) -> None:
-        """Refuse: reductions of replicas go by the tree of their reducer."""
-        raise AssertionError("replicas reduce by their tree")
-
-    def ready(self, op: ReduceOp, dtype: np.dtype) -> Callable[[np.ndarray, np.ndarray], object]:
-        """Return what refuses, as `all_reduce`."""
-        return functools.partial(self.all_reduce, op)
-
-    def start_all_reduce(
-        self, op: ReduceOp, source: np.ndarray, target: np.ndarray
-    ) -> Callable[[], object]:
-        """Refuse, as `all_reduce`."""
+        """Refuse: replicas reduce by the tree of their reducer."""
         raise AssertionError("replicas reduce by their tree")
 
     def reduce(self, op: ReduceOp, buffer: np.ndarray, root: int) -> None:
         """Refuse, as `all_reduce`."""
-        raise AssertionError("replicas reduce by their tree")
+        self.all_reduce(op, buffer, buffer)
 
     def broadcast(self, buffer: np.ndarray, root: int) -> None:
         """Replace `buffer` of every replica by that of `root`."""
@@ -129,8 +121,10 @@ class ReplicaTransport(SoloTransport):
         is_even: bool = False,
     ) -> np.ndarray:
         """Send each replica its part of `buffer`, and return the parts sent to this one."""
-        came: np.ndarray = self._meet("all_to_all", (buffer, counts, incoming), self._exchange_all)
-        return came if out is None else copied(came, out)
+        received: np.ndarray = self._meet(
+            "all_to_all", (buffer, counts, incoming), self._exchange_all
+        )
+        return received if out is None else copied(received, out)
 
     def _exchange_all(self, given: list[tuple[np.ndarray, Any, Any]]) -> list[np.ndarray]:
         """Send, to each rank, the parts of this rank's replicas, sender by sender."""
@@ -145,7 +139,7 @@ class ReplicaTransport(SoloTransport):
             for (buffer, _, _), bounds in zip(given, ends, strict=True)
         ]
         incoming = np.array([lengths for _, _, lengths in given])
-        came = self._transport.all_to_all(
+        received = self._transport.all_to_all(
             np.concatenate([np.empty(0, dtype), *pieces]),
             [int(outgoing[:, share.start : share.stop].sum()) for share in shares],
             [int(incoming[:, share.start : share.stop].sum()) for share in shares],
@@ -157,23 +151,23 @@ class ReplicaTransport(SoloTransport):
         for position, row in enumerate(incoming):
             senders = np.flatnonzero(row)
             bounds = zip(begins[senders, position].tolist(), row[senders].tolist(), strict=True)
-            parts = [came[begin : begin + length] for begin, length in bounds]
+            parts = [received[begin : begin + length] for begin, length in bounds]
             joined.append(np.concatenate([np.empty(0, dtype), *parts]))
         return joined
 
     def send(self, buffer: np.ndarray, rank: int) -> None:
         """Send `buffer` to replica `rank`, which calls `receive` and, on this rank, runs later."""
         if rank in self._share:
-            self._mail.setdefault((self.rank, rank), []).append(buffer.copy())
+            self._messages.setdefault((self.rank, rank), []).append(buffer.copy())
         else:
-            self._errand(lambda: self._transport.send(buffer, self._rank_of[rank]))
+            self._run_on_main(lambda: self._transport.send(buffer, self._rank_of[rank]))
 
     def receive(self, buffer: np.ndarray, rank: int) -> None:
         """Overwrite `buffer` with what replica `rank` sends."""
         if rank in self._share:
-            np.copyto(buffer, self._mail[rank, self.rank].pop(0))
+            np.copyto(buffer, self._messages[rank, self.rank].pop(0))
         else:
-            self._errand(lambda: self._transport.receive(buffer, self._rank_of[rank]))
+            self._run_on_main(lambda: self._transport.receive(buffer, self._rank_of[rank]))
 
     def abort(self, exit_code: int) -> None:
         """End every process of the job."""

@@ -1,0 +1,408 @@
+"""Threads of the replicas of one rank, which run one at a time.
+
+A rank with several replicas runs one function for each of them. A function runs until it has to
+wait for the others, or until it returns; then the next one runs. The first function runs in the
+calling thread, the *main* one here, so a rank with one replica needs no other thread. Each further
+function has its own thread, which is kept from run to run. Only the main thread does the work that
+the functions wait for, such as a collective, because MPI may be called by no other.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import copy
+import ctypes
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from mpistrat.errors import ContextError
+from mpistrat.native import native_library
+from mpistrat.pytorch import in_modes_of_here
+
+
+class Cancelled(BaseException):
+    """Ends the function of a replica because that of another one has failed.
+
+    Not an `Exception`, which the function could catch.
+    """
+
+
+Request = tuple[str, Any, Callable[[list[Any]], Sequence[Any]]]
+"""What a call waits for, its contribution, and the work: a function of the contributions of all.
+
+Only the function of the first call is used. Calls that wait for different things disagree."""
+
+
+class ReplicaCall:
+    """The function of one replica in a run, and its progress."""
+
+    # Defaults on the class: most attributes are set once per run, if ever.
+    request: Request | None = None
+    """Set while it waits for the others, or for the common work."""
+    run_on_main: Callable[[], object] | None = None
+    """What the main thread has to call for it before it resumes."""
+    outcome: Any = None
+    error: BaseException | None = None
+    """What to raise where it waits; after its end, the error that ended it."""
+    thread = 0
+    """Identifier of the thread that runs it."""
+    has_begun = has_ended = False
+
+    def __init__(
+        self,
+        function: Callable[[], Any],
+        context: contextvars.Context,
+        pass_turn: Callable[[], Any],
+    ) -> None:
+        self.function, self.context = function, context
+        self.pass_turn = pass_turn
+        """Returns the turn to give after its end, ``None`` for that of the main thread."""
+
+    def run(self) -> None:
+        """Call the function, and keep its result or its error."""
+        self.has_begun = True
+        self.thread = threading.get_ident()
+        try:
+            self.outcome, self.error = self.context.run(self.function), None
+        except BaseException as error:
+            self.error = error
+        self.has_ended = True
+
+
+class _PlainTurns:
+    """Turns of threads without compiled code: see ``native/turns.c``."""
+
+    @staticmethod
+    def make_turn() -> threading.Lock:
+        """Return a turn that no thread has."""
+        turn = threading.Lock()
+        turn.acquire()
+        return turn
+
+    @staticmethod
+    def hand_over(given: threading.Lock | None, awaited: threading.Lock | None) -> None:
+        """Give one turn, and wait for the other."""
+        if given is not None:
+            given.release()
+        if awaited is not None:
+            awaited.acquire()
+
+    park = hand_over
+
+    @staticmethod
+    def has_taken(turn: threading.Lock) -> bool:
+        """Return False: a lock does not tell."""
+        return False
+
+
+class ReplicaThread:
+    """Thread that runs the functions of one replica, and waits for its turn between them."""
+
+    def __init__(self, number: int, main_turn: Any) -> None:
+        # `main_turn` is the turn of the main thread, which runs the first call.
+        turns: Any = native_library() or _PlainTurns
+        self._own_turn, self._main_turn = turns.make_turn(), main_turn
+        self._hand_over, self._park = turns.hand_over, turns.park
+        self._has_taken = turns.has_taken
+        self._call: ReplicaCall | None = None
+        self._thread = threading.Thread(
+            target=self._work, name=f"mpistrat-replica-{number}", daemon=True
+        )
+        self._thread.start()
+
+    def assign(self, call: ReplicaCall) -> Any:
+        """Have this thread run `call`, or resume it; return the turn to give it."""
+        self._call = call
+        return self._own_turn
+
+    def give_turn(self, turn: Any, running: Callable[[], ReplicaThread]) -> BaseException | None:
+        """Give a thread its `turn`, and wait on the main thread until its own turn comes back.
+
+        Return the error that a signal raised just then. `running` returns the thread that runs.
+        """
+        given = turn
+        while True:
+            try:
+                self._hand_over(given, self._main_turn)
+                return None
+            except BaseException as error:
+                if self._has_taken(self._main_turn):
+                    return error
+                # Python handles signals such as Ctrl-C on the main thread, which waits here: the
+                # replica that runs has to be interrupted.
+                given = None
+                running().interrupt(type(error))
+
+    def interrupt(self, error: type[BaseException]) -> None:
+        """Raise `error` in the thread."""
+        thread = ctypes.c_ulong(self._thread.ident or 0)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(error))
+
+    def park(self, given: Any) -> None:
+        """Give a turn, and wait for the next one of this thread. Called by the thread itself."""
+        self._park(self._main_turn if given is None else given, self._own_turn)
+
+    def end(self) -> None:
+        """End the thread."""
+        self._call = None
+        self._hand_over(self._own_turn, None)
+
+    def _work(self) -> None:
+        given = None
+        while True:
+            self._park(given, self._own_turn)
+            call = self._call
+            if call is None:
+                return
+            call.run()
+            self._call, given = None, call.pass_turn() or self._main_turn
+            del call
+
+
+class Turns(Protocol):
+    """Holds the index of the running replica."""
+
+    turn: int | None
+    """``None`` during the common work."""
+
+
+class ReplicaThreads:
+    """Runs functions, one for each replica of this rank, which wait for each other."""
+
+    def __init__(
+        self,
+        turns: Turns,
+        on_disagreement: Callable[[Sequence[ReplicaCall]], BaseException],
+    ) -> None:
+        # `on_disagreement` returns the error for calls that wait for different things.
+        self._turns, self._on_disagreement = turns, on_disagreement
+        self._threads: list[ReplicaThread] = []
+        self._main_turn = (native_library() or _PlainTurns).make_turn()
+        # The threads wait for turns and hold no reference to this object: they would outlive it.
+        weakref.finalize(self, _end, self._threads).atexit = False
+        self._calls: list[ReplicaCall] = []
+        self._failure: BaseException | None = None
+        """The first error that has ended a call."""
+        self._is_cancelling = False
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it runs."""
+        return bool(self._calls)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a call has ended with an error, so that the others end too."""
+        return self._failure is not None
+
+    def thread_of(self, number: int) -> int:
+        """Return the identifier of the thread that runs a call, 0 if none does."""
+        calls = self._calls[number : number + 1]
+        return calls[0].thread if calls else 0
+
+    def run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Return what `functions` return, in order.
+
+        If one raises, those that have not begun never begin, and the others get a `Cancelled`
+        where they wait; then the error is raised.
+        """
+        self._make_threads(len(functions) - 1)
+        # Before the first function can change what belongs to a thread, such as PyTorch's modes.
+        functions = in_modes_of_here(functions)
+        copied, pass_turn = contextvars.copy_context, self._pass_turn
+        self._calls = [ReplicaCall(each, copied(), pass_turn) for each in functions]
+        if len(functions) == 1:
+            return [self._run_alone(self._calls[0])]
+        self._is_cancelling, self._failure = False, None
+        calls = self._calls
+        try:
+            self._turns.turn = 0
+            calls[0].run()
+            self._note_end(calls[0])
+            while not self.has_failed and self._run_others():
+                pass
+            self._cancel_others()
+            return [each.outcome for each in calls]
+        finally:
+            self._calls, self._failure, self._is_cancelling = [], None, False
+
+    def _run_alone(self, call: ReplicaCall) -> Any:
+        """Run the only call, which has nobody to wait for."""
+        self._turns.turn = 0
+        call.thread = threading.get_ident()
+        try:
+            return call.context.run(call.function)
+        finally:
+            self._calls = []
+
+    def meet(self, what: str, given: Any, act: Callable[[list[Any]], Sequence[Any]]) -> Any:
+        """Wait for the other calls, and return this one's item of what `act` returns.
+
+        The main thread calls `act` once, with what all calls have `given`.
+        """
+        if self._is_cancelling:
+            raise ContextError(
+                f"{what} was called by a replica that ends because another one has failed."
+            )
+        number = self._turns.turn
+        assert number is not None
+        if len(self._calls) == 1:
+            return self._act_alone(given, act)
+        call = self._calls[number]
+        call.request = what, given, act
+        if number:
+            self._threads[number - 1].park(self._pass_turn())
+        else:
+            self._run_others()
+        self._turns.turn = number
+        if self._failure is not None:
+            call.request, self._is_cancelling = None, True
+            raise Cancelled
+        if call.error is not None:
+            self._raise_error(call)
+        outcome, call.outcome = call.outcome, None
+        return outcome
+
+    def _act_alone(self, given: Any, act: Callable[[list[Any]], Sequence[Any]]) -> Any:
+        self._turns.turn = None
+        try:
+            return act([given])[0]
+        finally:
+            self._turns.turn = 0
+
+    def run_on_main(self, do: Callable[[], object]) -> None:
+        """Have the main thread call `do` now, without the other replicas."""
+        number = self._turns.turn
+        if not number:
+            do()
+            return
+        self._calls[number].run_on_main = do
+        self._threads[number - 1].park(None)
+        self._raise_error(self._calls[number])
+
+    def close(self) -> None:
+        """End the threads."""
+        _end(self._threads)
+
+    def _make_threads(self, count: int) -> None:
+        try:
+            while len(self._threads) < count:
+                self._threads.append(ReplicaThread(len(self._threads) + 1, self._main_turn))
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"This rank has {count + 1} replicas, which need {count} threads, but the system "
+                f"gives {len(self._threads)} ({error}). Start more ranks, take fewer replicas, or "
+                "raise the limit of processes (ulimit -u)."
+            ) from error
+
+    def _run_others(self) -> bool:
+        """Run each other call until it waits or ends; then do the common work.
+
+        Return whether there was any.
+        """
+        number = self._next_after(0)
+        if number:
+            self._give_turn(number)
+        if self._failure is None:
+            for call in self._calls:
+                if call.request is not None:
+                    self._act()
+                    return True
+        return False
+
+    def _next_after(self, number: int) -> int:
+        """Return the number of the next call that can resume, 0 if there is none."""
+        for other in range(number + 1, len(self._calls)):
+            call = self._calls[other]
+            if call.request is None and not call.has_ended:
+                return other
+        return 0
+
+    def _pass_turn(self) -> Any:
+        """Return the turn that a call gives when it waits or ends, ``None`` for the main one."""
+        # From thread to thread: one switch per replica, where going by the main thread takes two.
+        number = self._turns.turn
+        assert number is not None
+        if self._is_cancelling or self._calls[number].error is not None:
+            return None
+        other = self._next_after(number)
+        if not other:
+            return None
+        self._turns.turn = other
+        return self._threads[other - 1].assign(self._calls[other])
+
+    def _running(self) -> ReplicaThread:
+        return self._threads[(self._turns.turn or 1) - 1]
+
+    def _give_turn(self, number: int) -> None:
+        """Run call `number` and those after it, until one gives the turn back."""
+        while True:
+            self._turns.turn = number
+            thread, call = self._threads[number - 1], self._calls[number]
+            interruption = thread.give_turn(thread.assign(call), self._running)
+            number = self._turns.turn  # another call may have given the turn back
+            call = self._calls[number]
+            self._note_end(call)
+            self._failure = self._failure or interruption
+            if call.run_on_main is None:
+                return
+            run_on_main, call.run_on_main = call.run_on_main, None
+            try:
+                run_on_main()
+            except BaseException as error:
+                call.error = error
+
+    def _act(self) -> None:
+        """Do the common work, and give each call its outcome or the error."""
+        calls = self._calls
+        self._turns.turn = None
+        try:
+            requests = [each.request for each in calls]
+            first = requests[0]
+            if first is None or None in requests:
+                raise self._on_disagreement(calls)
+            kinds, given, _ = zip(*requests, strict=True)
+            if kinds.count(first[0]) != len(calls):
+                raise self._on_disagreement(calls)
+            for call, outcome in zip(calls, first[2](given), strict=True):
+                call.outcome, call.request = outcome, None
+        except BaseException as error:
+            waiting = [each for each in calls if each.request is not None]
+            for number, call in enumerate(waiting):
+                call.error = error if number == 0 else _again(error)
+                call.request = None
+
+    def _note_end(self, call: ReplicaCall) -> None:
+        if call.has_ended and self._failure is None:
+            self._failure = call.error
+
+    def _raise_error(self, call: ReplicaCall) -> None:
+        if call.error is not None:
+            error, call.error = call.error, None
+            raise error
+
+    def _cancel_others(self) -> None:
+        """If a call has failed, end those that wait, and raise its error."""
+        if self._failure is None:
+            return
+        self._is_cancelling = True
+        for number, call in enumerate(self._calls):
+            if number and call.has_begun and not call.has_ended:
+                self._give_turn(number)
+        raise self._failure
+
+
+def _end(threads: list[ReplicaThread]) -> None:
+    for each in threads:
+        each.end()
+    threads.clear()
+
+
+def _again(error: BaseException) -> BaseException:
+    """Return an error that another thread can raise too, with its own traceback."""
+    try:
+        return copy.copy(error)
+    except Exception:  # of a class that cannot be copied
+        return error
