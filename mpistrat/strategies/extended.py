@@ -206,28 +206,32 @@ class StrategyExtended(ExtendedV1):
     def _merge(self, result: Any) -> Any:
         return None if result is None else per_replica(result)
 
-    def _reduce(self, reduce_op: ReduceOpLike, value: Any, axis: Any = None) -> Any:
+    # Each of these calls itself once per replica if this rank has several, with `is_own`.
+
+    def _reduce(
+        self, reduce_op: ReduceOpLike, value: Any, axis: Any = None, is_own: bool = False
+    ) -> Any:
         """Reduce `value` to host memory: see `Strategy.reduce`. **Collective**."""
         context.require_cross_replica(self._container, "reduce")
+        if not (is_own or self._replica_set.is_one):
+            return self._replica_set.with_components(
+                "reduce", value, lambda own: self._reduce(reduce_op, own, axis, is_own=True)
+            )[0]
+        value = with_whole_values(reduce_op, value) if self._variable_partitioner else value
+        with self._replicas.call("reduce") as call:
+            return reduce_to_host(call, ReduceOp.parse(reduce_op), value, axis)
 
-        def reduced(own: Any) -> Any:
-            own = with_whole_values(reduce_op, own) if self._variable_partitioner else own
-            with self._replicas.call("reduce") as call:
-                return reduce_to_host(call, ReduceOp.parse(reduce_op), own, axis)
-
-        return self._replica_set.with_components("reduce", value, reduced)[0]
-
-    def _gather(self, value: Any, axis: int) -> Any:
+    def _gather(self, value: Any, axis: int, is_own: bool = False) -> Any:
         """Concatenate `value` in host memory: see `Strategy.gather`. **Collective**."""
         context.require_cross_replica(self._container, "gather")
-
-        def gathered(own: Any) -> Any:
-            with self._replicas.call("gather") as call:
-                components = local_components(own)
-                results = apply_to_nest(call, AllGather.parse(call.kind, axis), components)
-            return nests.map_nest(host_result, results)
-
-        return self._replica_set.with_components("gather", value, gathered)[0]
+        if not (is_own or self._replica_set.is_one):
+            return self._replica_set.with_components(
+                "gather", value, lambda own: self._gather(own, axis, is_own=True)
+            )[0]
+        with self._replicas.call("gather") as call:
+            components = local_components(value)
+            gathered = apply_to_nest(call, AllGather.parse(call.kind, axis), components)
+        return nests.map_nest(host_result, gathered)
 
     def reduce_to(
         self,
@@ -269,22 +273,24 @@ class StrategyExtended(ExtendedV1):
         reduce_op: ReduceOpLike,
         pairs: Iterable[tuple[Any, Any]],
         options: CommunicationOptions | None,
+        is_own: bool = False,
     ) -> list[Any]:
         """Reduce each value of `pairs` to its destination; `kind` names the public method."""
         context.require_cross_replica(self._container, kind)
-        given = list(pairs)
-        places = [where for _, where in given]
+        if not (is_own or self._replica_set.is_one):
+            given = list(pairs)
+            values, places = [value for value, _ in given], [where for _, where in given]
 
-        def reduced(own: list[Any]) -> list[Any]:
-            if self._variable_partitioner is not None:
-                own = [with_whole_values(reduce_op, value) for value in own]
-            with self._replicas.call(kind, options=options) as call:
-                own_pairs = list(zip(own, places, strict=True))
-                return reduce_pairs(call, ReduceOp.parse(reduce_op), own_pairs, self._container)
+            def reduced(own: Sequence[Any]) -> list[Any]:
+                own_pairs = zip(own, places, strict=True)
+                return self._reduce_pairs(kind, reduce_op, own_pairs, options, is_own=True)
 
-        values = [value for value, _ in given]
-        results: list[Any] = self._replica_set.with_components(kind, values, reduced)[0]
-        return results
+            results: list[Any] = self._replica_set.with_components(kind, values, reduced)[0]
+            return results
+        if self._variable_partitioner is not None:
+            pairs = [(with_whole_values(reduce_op, value), where) for value, where in pairs]
+        with self._replicas.call(kind, options=options) as call:
+            return reduce_pairs(call, ReduceOp.parse(reduce_op), list(pairs), self._container)
 
     def update(
         self,

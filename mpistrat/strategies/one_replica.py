@@ -123,7 +123,9 @@ class DefaultExtended(StrategyExtended):
     def _merge(self, result: Any) -> Any:
         return result
 
-    def _reduce(self, reduce_op: ReduceOpLike, value: Any, axis: Any = None) -> Any:
+    def _reduce(
+        self, reduce_op: ReduceOpLike, value: Any, axis: Any = None, is_own: bool = False
+    ) -> Any:
         """Return `value` as it is; with an axis, reduce it along that."""
         if axis is None:
             context.require_cross_replica(self._container, "reduce")
@@ -137,6 +139,7 @@ class DefaultExtended(StrategyExtended):
         reduce_op: ReduceOpLike,
         pairs: Iterable[tuple[Any, Any]],
         options: CommunicationOptions | None,
+        is_own: bool = False,
     ) -> list[Any]:
         """Return the values, not wrapped, once operation and destinations are checked."""
         reduced = super()._reduce_pairs(kind, reduce_op, pairs, options)
