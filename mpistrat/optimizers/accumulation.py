@@ -159,7 +159,8 @@ class GradientAccumulator(Trackable):
             self._sums = [_new_sum(variable) for variable in self._variables]
         for variable, total in zip(self._variables, self._sums, strict=True):
             self._attach_child("gradient_sum", total, of=variable)
-        self._counts_here = owner.extended._each_own(lambda: _Counts([0] * len(self._variables)))
+        ids = owner.extended.local_replica_ids
+        self._counts_here = [_Counts([0] * len(self._variables)) for _ in ids]
         self._attach_child("counts", _CountsOfRank(self._counts_here))
 
     @property

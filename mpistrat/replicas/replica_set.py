@@ -270,7 +270,7 @@ class ReplicaSet:
         return items[self._turn or 0]
 
     def running(self, items: Sequence[Any]) -> Sequence[Any]:
-        """Return the items of the replicas that run: of one, or between calls of all here."""
+        """Return `items`, one for each replica here; while one of them runs, its own alone."""
         return items if self._turn is None else [items[self._turn]]
 
     def make_together(self, strategy: Any, make: Callable[[], Any], what: str) -> Any:

@@ -293,7 +293,7 @@ def test_out_in_the_memory_of_another_replica(kind, dtype):
     """Replicas of a rank share its memory, and all of them are read before any is written to."""
     with all_opened(["memory", OFF], num_replicas=6) as opened:
         for strategy, length in itertools.product(opened.values(), (3, 5000, 70_000)):
-            ids = strategy.extended._group.ids
+            ids = strategy.extended._replica_set.ids
             memory = np.empty(len(ids) * length + 1, dtype)
             rows = [memory[i * length : (i + 1) * length] for i in range(len(ids))]
 

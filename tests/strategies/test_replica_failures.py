@@ -227,7 +227,7 @@ def test_replicas_of_a_rank_that_differ(replicas, num, ids, size, case):
 
 
 def test_a_late_rank_is_where_the_replica_is_whose_turn_it_is(replicas, ids):
-    channel = replicas.extended._group.ranks.channel
+    channel = replicas.extended._replica_set.ranks.channel
     texts = []
 
     def ask():
