@@ -50,11 +50,15 @@ train-torch: $(VENV)/.jobs data/digits.h5  ## train with PyTorch, by JOB=ddp, fs
 # of the tests.
 marked = $(if $(findstring tests/,$(ARGS)),,$(shell grep -rlE 'mark\.$(1)\b' tests --include='test_*.py' | sort))
 
-test: test-serial test-quick  ## run the serial tests, 3 ranks, and one launch for each kind of failure
+# Of the serial tests; a second -m in ARGS replaces it.
+SERIAL := not launches and not slurm and not slow
+
+test: test-quick  ## run the serial tests, 3 ranks, and one launch for each kind of failure
+	+$(MAKE) test-serial ARGS="-m '$(SERIAL) and not thorough' $(ARGS)"
 	+$(MAKE) test-3 ARGS="-q -m 'not thorough'"
 
 test-serial: $(VENV)/.test  ## run pure code, and what needs ranks on one, without mpiexec
-	timeout --kill-after=10 900 $(PY) -m pytest -q -n 2 --dist loadfile --with-mpi -m "not launches and not slurm and not slow" $(ARGS)
+	timeout --kill-after=10 900 $(PY) -m pytest -q -n 2 --dist loadfile --with-mpi -m "$(SERIAL)" $(ARGS)
 
 test-quick: $(VENV)/.test  ## run one launch for each kind of failure
 	timeout --kill-after=10 900 $(PY) -m pytest -q -n 2 --dist loadfile -m quick $(call marked,quick) $(ARGS)

@@ -6,6 +6,7 @@ and those of pure code, which do not depend on the number.
 Ranks other than 0 print only when a test fails there.
 """
 
+import gc
 import io
 import sys
 
@@ -79,6 +80,20 @@ def pytest_collection_modifyitems(config, items):
     inside = [item for item in items if not any(map(item.get_closest_marker, _STARTS_RANKS))]
     config.hook.pytest_deselected(items=[item for item in items if item not in inside])
     items[:] = inside
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Keep modules and tests, which live as long as the session, from the garbage collector.
+
+    Otherwise it takes half of the time of the collection, and later 1 s for each `gc.collect`.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _keep_those_on_devices(config, items):
