@@ -71,6 +71,8 @@ def pytest_collection_modifyitems(config, items):
     is_slow = not mpistrat_settings().fast_paths
     for item in items:
         _narrow_quick(item)
+        if item.get_closest_marker("thorough_product") and _is_off_axis(item.callspec.indices):
+            item.add_marker("thorough")
         if is_slow and item.get_closest_marker("fast") is not None:
             item.add_marker(pytest.mark.skip(reason="counts what the fast paths save"))
     if config.option.device != "cpu":
@@ -116,6 +118,11 @@ def pytest_terminal_summary(terminalreporter, config):
         f"{len(passed)} tests have passed with strategies on devices, and "
         f"{config.stash[_ABOUT_HOSTS]} about host memory were left out"
     )
+
+
+def _is_off_axis(indices):
+    """Return whether several parameters of a test have another value than their first."""
+    return sum(index > 0 for index in indices.values()) > 1
 
 
 def _narrow_quick(item):

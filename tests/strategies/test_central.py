@@ -352,6 +352,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.thorough_product
 @pytest.mark.filterwarnings("ignore:The loss scale")
 @pytest.mark.parametrize("uses_buffers", [False, True], ids=["arrays", "buffers"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

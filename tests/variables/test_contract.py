@@ -117,6 +117,7 @@ WRITES = {
 }
 
 
+@pytest.mark.thorough_product
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize(
     "aggregation", [Aggregation.SUM, Aggregation.MEAN, Aggregation.ONLY_FIRST_REPLICA], ids=str
@@ -147,6 +148,7 @@ def test_writes_of_replicas(strategy, kind, write, aggregation):
         np.testing.assert_array_equal(whole(strategy, variable), expected)
 
 
+@pytest.mark.thorough_product
 @pytest.mark.parametrize("write", WRITES)
 def test_writes_of_all(strategy, kind, write):
     aggregation = Aggregation.MEAN if kind.is_on_read else Aggregation.SUM
@@ -168,6 +170,7 @@ def test_copies_are_apart(strategy, kind):
     np.testing.assert_array_equal(whole(strategy, variable), given_by(1))
 
 
+@pytest.mark.thorough_product
 @pytest.mark.parametrize("other", KINDS)
 def test_a_checkpoint_of_any_kind_restores_any_other(strategy, kind, other, mpi_tmp_path):
     if NUM_RANKS > 1 and KINDS["of one replica"] in (kind, KINDS[other]):
