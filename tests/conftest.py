@@ -69,10 +69,11 @@ def pytest_configure(config):
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     is_slow = not mpistrat_settings().fast_paths
+    firsts = {}
     for item in items:
         _narrow_quick(item)
-        if item.get_closest_marker("thorough_product") and _is_off_axis(item.callspec.indices):
-            item.add_marker("thorough")
+        if item.get_closest_marker("thorough_product") is not None:
+            _narrow_product(item, firsts)
         if is_slow and item.get_closest_marker("fast") is not None:
             item.add_marker(pytest.mark.skip(reason="counts what the fast paths save"))
     if config.option.device != "cpu":
@@ -120,9 +121,12 @@ def pytest_terminal_summary(terminalreporter, config):
     )
 
 
-def _is_off_axis(indices):
-    """Return whether several parameters of a test have another value than their first."""
-    return sum(index > 0 for index in indices.values()) > 1
+def _narrow_product(item, firsts):
+    """Mark a test as thorough where several of its parameters are not those of the first one."""
+    ids = item.callspec._idlist
+    first = firsts.setdefault(item.nodeid.partition("[")[0], ids)
+    if sum(one != other for one, other in zip(ids, first, strict=True)) > 1:
+        item.add_marker("thorough")
 
 
 def _narrow_quick(item):

@@ -359,14 +359,6 @@ def test_a_partitioner_decides_by_size(strategy, size):
     by_size.close()
 
 
-def test_a_copy_is_independent(cutting):
-    table = make(cutting, numbers((5, 2)))
-    twin = copy.deepcopy(table)
-    twin.assign(np.zeros((5, 2)))
-    assert isinstance(twin, ms.ShardedVariable)
-    assert as_bytes(table) == as_bytes(numbers((5, 2)))
-
-
 def test_it_is_not_compared_for_drift(cutting):
     table, bias = make(cutting, numbers((5, 2))), make(cutting, 0.0)
     with cutting.scope():
