@@ -45,7 +45,7 @@ pytest_plugins = ["mpistrat.testing.plugin", "tests.elastic_jobs"]
 
 # Every rank draws the same examples, and a slow machine fails no test.
 settings.register_profile("suite", derandomize=True, deadline=None, database=None)
-settings.load_profile("suite")
+settings.register_profile("quick", settings.get_profile("suite"), max_examples=25)
 
 _WORLD = rank_and_size()
 _STARTS_RANKS = ("launches", "slurm")
@@ -60,6 +60,7 @@ def pytest_addoption(parser):
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config):
     devices.choose(config.option.device)
+    settings.load_profile("quick" if "not thorough" in config.option.markexpr else "suite")
     if _WORLD is not None and _WORLD[0] > 0:
         reporter = config.pluginmanager.getplugin("terminalreporter")
         if reporter is not None:
