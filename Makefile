@@ -68,7 +68,7 @@ thorough = $(shell grep -rlE 'mark\.thorough|thorough_but$(1)' tests --include='
 # Hypothesis draws fewer examples where "not thorough" is asked for.
 test-thorough: $(VENV)/.test  ## run what `make test` leaves out, on 1 and 3 ranks
 	+$(MAKE) test-serial ARGS="-m '(thorough or hypothesis) and $(SERIAL)' $(call thorough,|@given)"
-	+$(MAKE) test-3 ARGS="-q -m thorough $(call thorough)"
+	+$(MAKE) test-3 ARGS="-q -m thorough $(filter-out tests/typing/% tests/test_%,$(call thorough))"
 
 test-full: test-serial test-1 test-2 test-3 test-4 test-off test-launch  ## run all but test-slow and test-slurm
 
