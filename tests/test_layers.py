@@ -33,7 +33,11 @@ ENTRY_POINTS = house.ROOT / "mpistrat_torch_autoload.py"
 """What PyTorch imports."""
 
 MODULES = house.modules()
-GRAPH = house.import_graph(MODULES)
+
+
+@functools.cache
+def import_graph():
+    return house.import_graph(MODULES)
 
 
 def top_level(name):
@@ -66,7 +70,7 @@ def test_imports_point_downward():
 def test_a_layer_rests_on_the_one_below():
     """A module stands as low as what it imports lets it."""
     level = {each: number for number, layer in enumerate(LAYERS) for each in layer}
-    for name, targets in house.folder_graph(GRAPH).items():
+    for name, targets in house.folder_graph(import_graph()).items():
         below = [level[top_level(target)] for target in targets]
         assert level[top_level(name)] == 1 + max(below, default=-1), name
 
@@ -169,11 +173,11 @@ def test_only_what_users_import_has_a_list_of_names():
 
 
 def test_there_is_no_circle_among_files():
-    assert house.circles(GRAPH) == []
+    assert house.circles(import_graph()) == []
 
 
 def test_there_is_no_circle_among_folders():
-    assert house.circles(house.folder_graph(GRAPH)) == []
+    assert house.circles(house.folder_graph(import_graph())) == []
 
 
 def test_a_circle_is_found():

@@ -10,8 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from mpistrat.data import Dataset
 from mpistrat.errors import ContextError
-from mpistrat.options import ReduceOp, VariableAggregation, VariableSynchronization
+from mpistrat.metrics import Mean
+from mpistrat.optimizers import SGD
+from mpistrat.options import ReduceOp, RunOptions, VariableAggregation, VariableSynchronization
 from mpistrat.replica import ReplicaContext
 from mpistrat.strategies import (
     Strategy,
@@ -149,6 +152,18 @@ class StrategyTests:
         self.check_each(result["b"], lambda number: number * 2.0)
         assert self.repeats or max(Counter(calls).values()) == 1
 
+    def test_each_replica_gets_its_component_of_arguments(self) -> None:
+        numbers = self.strategy.experimental_distribute_values_from_function(
+            lambda context: context.replica_id_in_sync_group
+        )
+        result = self.strategy.run(
+            lambda nest, y: nest["x"][0] + 10 * y,
+            args=({"x": [numbers]},),
+            kwargs={"y": numbers},
+            options=RunOptions(),
+        )
+        self.check_each(result, lambda number: 11 * number)
+
     def test_run_refuses_bad_arguments_and_nesting(self) -> None:
         with refused(ValueError, "list or tuple"):
             self.strategy.run(print, args="text")
@@ -206,10 +221,14 @@ class StrategyTests:
 
     def test_all_gather(self) -> None:
         def fn() -> Any:
-            return replica().all_gather(np.full((replica_id(), 2), replica_id()), 0)[:, 0]
+            nest = {"a": np.full((replica_id(), 2), replica_id()), "b": [np.arange(2)]}
+            gathered: Any = replica().all_gather(nest, 0)
+            return gathered["a"][:, 0], gathered["b"][0]
 
+        ragged, even = self.strategy.run(fn)
         rows = [number for number in range(self.size) for _ in range(number)]
-        self.check_each(self.strategy.run(fn), lambda _: rows)
+        self.check_each(ragged, lambda _: rows)
+        self.check_each(even, lambda _: [0, 1] * self.size)
 
     def test_gather_and_its_refusals(self) -> None:
         values = self.strategy.run(lambda: np.array([replica_id()]))
@@ -218,6 +237,22 @@ class StrategyTests:
         for value, axis in [(numbers, 0), (values, 1)]:
             with refused(ValueError, "axis"):
                 self.strategy.gather(value, axis)
+
+    def test_reduce_over_replicas(self) -> None:
+        values = self.strategy.run(
+            lambda: {"a": np.full(2, replica_id()), "b": [replica_id() + 0.5]}
+        )
+        expected = {
+            ReduceOp.SUM: self.total,
+            ReduceOp.MEAN: self.total / self.size,
+            ReduceOp.MIN: 0,
+            ReduceOp.MAX: self.size - 1,
+        }
+        for op, number in expected.items():
+            half = 0.5 * self.size if op is ReduceOp.SUM else 0.5
+            reduced: Any = self.strategy.reduce(op, values)
+            assert reduced["a"].tolist() == [number] * 2
+            assert reduced["b"][0] == number + half
 
     def test_reduce_over_the_batch_axis(self) -> None:
         examples = self.strategy.run(lambda: np.arange(replica_id() + 1.0))
@@ -236,12 +271,16 @@ class StrategyTests:
         assert variable.numpy().tolist() == [self.total + self.size] * 2
         variable.assign(np.ones(2))
         assert variable.numpy().tolist() == [1, 1]
+        variable.assign_add(np.ones(2))
+        variable.assign_sub(np.full(2, 4.0))
+        assert variable.numpy().tolist() == [-2, -2]
         with refused(ValueError, "not broadcast"):
             variable.assign(1.0)
         assert self.strategy.extended.variable_created_in_scope(variable)
 
     def test_sync_on_read_variables(self) -> None:
         variable = self.variable(0.0, "SUM", on_read=True)
+        assert not variable.trainable
         self.strategy.run(lambda: variable.assign_add(float(replica_id())))
         self.check_each(self.strategy.run(variable.read_value), float)
         assert variable.numpy() == self.total
@@ -261,3 +300,31 @@ class StrategyTests:
             lambda context: (context.replica_id_in_sync_group, context.num_replicas_in_sync)
         )
         self.check_each(values, lambda number: (number, self.size))
+
+    def test_batches_are_divided_over_replicas(self) -> None:
+        batches = self.strategy.experimental_distribute_dataset(Dataset.range(7).batch(4))
+        for _ in range(2):
+            for batch, rows in zip(batches, ([0, 1, 2, 3], [4, 5, 6]), strict=True):
+                share = -(-len(rows) // self.size)
+                parts = [rows[n * share : (n + 1) * share] for n in range(self.size)]
+                self.check_each(batch, parts.__getitem__)
+                assert self.strategy.reduce("sum", batch, axis=0) == sum(rows)
+
+    def test_steps_take_the_sum_of_gradients(self) -> None:
+        variable = self.variable(np.ones(3), "NONE")
+        with self.strategy.scope():
+            sgd = SGD(0.5)
+        for number in range(1, 4):  # of which later ones may be prepared
+            self.strategy.run(
+                lambda: sgd.apply_gradients([(np.full(3, replica_id() + 1.0), variable)])
+            )
+            expected = 1 - 0.5 * number * (self.total + self.size)
+            assert variable.numpy().tolist() == [expected] * 3
+            assert sgd.iterations.numpy() == number
+
+    def test_metrics_are_of_all_replicas(self) -> None:
+        with self.strategy.scope():
+            mean = Mean()
+        self.strategy.run(lambda: mean.update_state(np.full(replica_id() + 1, replica_id())))
+        numbers = [number for number in range(self.size) for _ in range(number + 1)]
+        np.testing.assert_allclose(mean.result(), np.mean(numbers), rtol=1e-6)

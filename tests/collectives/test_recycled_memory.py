@@ -40,6 +40,7 @@ def fresh_bytes(step, num_steps=1):
         tracemalloc.stop()
 
 
+@pytest.mark.thorough_product
 @pytest.mark.parametrize("is_one", [False, True], ids=["nest", "one"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(

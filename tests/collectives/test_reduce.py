@@ -251,6 +251,7 @@ def test_extremes_follow_numpy_where_there_is_nan(strategy, rank, size, op, dtyp
 EXTREMES = [np.nan, -np.nan, np.inf, -np.inf, 0.0, -0.0, 1.0, -1.0, 2.0**-70]
 
 
+@pytest.mark.thorough_product
 @pytest.mark.parametrize("implementation", ["AUTO", "MPI"])
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("length", [1, pytest.param(90, marks=pytest.mark.thorough), 40_000])

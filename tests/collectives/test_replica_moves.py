@@ -149,6 +149,7 @@ RECORD = [("a", "i4"), ("b", "f2", (2,)), ("c", "S3")]
 MOVED = [*DTYPES, "?", "S3", "U2", "V5", ">f4", ">i8", "M8[s]", "bfloat16", RECORD]
 
 
+@pytest.mark.thorough_product
 @pytest.mark.parametrize("shape", [(5, 2), (1, 2), (0, 2), (3, 0)], ids=str)
 @pytest.mark.parametrize("name", MOVED, ids=str)
 def test_values_of_any_dtype_move(strategy, rank, size, name, shape):
@@ -194,6 +195,7 @@ def test_a_dtype_without_a_name_is_no_value_of_a_root(strategy, size):
     assert run(strategy, lambda ctx: ctx.all_reduce("sum", 1.0)) == size
 
 
+@pytest.mark.thorough_product
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("exclusive", [False, True])
 @pytest.mark.parametrize("op", OPS)

@@ -64,6 +64,7 @@ def expected_on_wire(op, rows, wire):
         return expected_reduction(op, rounded).astype(wire).astype(rows[0].dtype)
 
 
+@pytest.mark.thorough_product
 @pytest.mark.parametrize("op", ["sum", "mean"])
 @pytest.mark.parametrize("dtype", ["f4", "f8", "g", ">f4", "f2", bfloat16])
 def test_sums_are_those_of_rounded_values_and_rounded_once(strategy, rank, size, wire, op, dtype):

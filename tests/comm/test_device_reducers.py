@@ -92,6 +92,7 @@ def assert_same(found, expected):
     assert [as_bytes(each) for each in found] == [as_bytes(each) for each in expected]
 
 
+@pytest.mark.thorough_product
 @pytest.mark.parametrize("op", Op)
 @pytest.mark.parametrize("bytes_per_pack", [1, 100, 2**20])
 def test_a_nest_on_the_device_is_reduced_as_on_the_host(collectives, rank, op, bytes_per_pack):
@@ -126,6 +127,7 @@ def test_nan_wins_on_the_device_too(collectives, rank, size, op, dtype):
     assert found[0] == (0 if op is Op.MIN else size - 1)
 
 
+@pytest.mark.thorough_product
 @pytest.mark.parametrize("op", [Op.SUM, Op.MEAN])
 @pytest.mark.parametrize("options", [{"deterministic": True}, {"wire_dtype": "float16"}])
 def test_our_own_arithmetic_stays_on_the_host(collectives, rank, op, options):

@@ -34,6 +34,7 @@ def numbers(rank, dtype, length=3):
     return (np.random.default_rng(rank).standard_normal(length) * 3).astype(dtype)
 
 
+@pytest.mark.thorough_product
 @pytest.mark.parametrize("op", ["sum", "mean", "min", "max", "prod"])
 @pytest.mark.parametrize("dtype", ["i1", "u8", "f2", "f4", "f8", "c8"])
 def test_every_call_gives_the_bits_of_the_tree(apart, rank, size, op, dtype):

@@ -286,6 +286,7 @@ def bad_at(number):
     }
 
 
+@pytest.mark.thorough_product
 @pytest.mark.parametrize("case", bad_at(0))
 @pytest.mark.parametrize(("number", "batch_size"), [(1, 2), (6, 2), (6, 6), (4, 3)])
 def test_an_error_in_a_batch_reaches_ranks_without_rows_of_it(

@@ -38,6 +38,7 @@ def gradients_of(size, dtype):
     return [(rng.integers(-64, 64, shape) / 32).astype(dtype) for shape in shapes]
 
 
+@pytest.mark.thorough_product
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.complex128])
 @pytest.mark.parametrize("rule", RULES)
 def test_fifty_steps_equal_pytorch_s(strategy, rank, size, rule, dtype):

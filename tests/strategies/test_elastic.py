@@ -106,6 +106,7 @@ def test_without_a_loss_nothing_is_repeated(job, expected, mpi_tmp_path):
     assert job.generations == 0
 
 
+@pytest.mark.thorough_product
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("offset", range(3))
 def test_each_call_may_be_repeated(job, expected, mpi_tmp_path, offset, asynchronous):

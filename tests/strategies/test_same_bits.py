@@ -60,6 +60,7 @@ def replicas(request):
     strategy.close()
 
 
+@pytest.mark.thorough_product
 @pytest.mark.parametrize("op", list(COMBINE))
 @pytest.mark.parametrize(
     "dtype",

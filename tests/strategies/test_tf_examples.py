@@ -27,37 +27,6 @@ def test_scope(strategy):
     assert float(plain) == 1.0
 
 
-def test_a_variable_made_in_scope_works_outside_of_it(strategy):
-    with strategy.scope():
-        variable = ms.Variable(1.0)
-    variable.assign_add(2.0)
-    assert variable.numpy() == 3.0
-
-
-def test_training_loop(strategy, size):
-    data = ms.data.Dataset.from_arrays(np.arange(4.0 * size)).batch(2 * size)
-
-    def replica_fn(batch):
-        return batch.sum()
-
-    with strategy.scope():
-        batches = strategy.experimental_distribute_dataset(data)
-        for _ in range(2):
-            total = 0.0
-            for batch in batches:
-                total += strategy.reduce(ms.ReduceOp.SUM, strategy.run(replica_fn, args=(batch,)))
-            assert total == triangle(4 * size)
-
-
-def test_distribute_dataset(strategy, rank, size):
-    batches = strategy.experimental_distribute_dataset(ms.data.Dataset.range(4).batch(2))
-    result = [strategy.run(lambda x: x * 2, args=(x,)) for x in batches]
-    share = -(-2 // size)
-    expected = [batch[rank * share : (rank + 1) * share] for batch in ([0, 2], [4, 6])]
-    assert all(isinstance(each, ms.PerReplica) for each in result)
-    assert [local(strategy, each).tolist() for each in result] == expected
-
-
 def test_distribute_dataset_with_options(strategy, rank, size):
     options = ms.InputOptions(
         experimental_replication_mode=ms.InputReplicationMode.PER_WORKER,
@@ -82,24 +51,6 @@ def test_distribute_datasets_from_function(strategy, rank, size):
     ]
 
 
-@pytest.mark.parametrize(
-    ("value_fn", "expected"),
-    [
-        (lambda context: np.float32(1), lambda rank, size: 1),
-        (
-            lambda context: np.array([3.0, 2.0, 1.0, 0.0])[context.replica_id_in_sync_group],
-            lambda rank, size: 3 - rank,
-        ),
-        (lambda context: context.num_replicas_in_sync, lambda rank, size: size),
-    ],
-    ids=["constant", "by_replica", "number_of_replicas"],
-)
-def test_values_from_function(strategy, rank, size, value_fn, expected):
-    values = strategy.experimental_distribute_values_from_function(value_fn)
-    assert isinstance(values, ms.PerReplica)
-    assert strategy.experimental_local_results(values) == (expected(rank, size),)
-
-
 def test_values_for_each_worker_device(strategy, rank):
     on_devices = [(device, 1.0) for device in strategy.extended.worker_devices]
     values = strategy.experimental_distribute_values_from_function(
@@ -109,39 +60,6 @@ def test_values_for_each_worker_device(strategy, rank):
     place = f"/job:worker/replica:0/task:{rank}/device:{devices.name()}:{devices.index(rank)}"
     assert device == place
     assert one == 1.0
-
-
-def test_run_with_a_constant(strategy):
-    result = strategy.run(lambda x: x * 2.0, args=(np.float32(3.0),))
-    assert isinstance(result, ms.PerReplica)
-    assert result.values == (6.0,)
-
-
-def test_run_with_distributed_values(strategy, size):
-    values = strategy.experimental_distribute_values_from_function(
-        lambda context: context.num_replicas_in_sync
-    )
-    assert strategy.run(lambda x: x * 2, args=(values,)).values == (2 * size,)
-    assert strategy.run(lambda x: x * 2, kwargs={"x": values}).values == (2 * size,)
-
-
-def test_run_with_all_reduce(strategy, size):
-    values = strategy.experimental_distribute_values_from_function(
-        lambda context: context.replica_id_in_sync_group
-    )
-    result = strategy.run(
-        lambda x: ms.get_replica_context().all_reduce("sum", x),
-        args=(values,),
-        options=ms.RunOptions(),
-    )
-    assert result.values == (triangle(size),)
-
-
-def test_reduce_over_replicas_and_over_the_batch(strategy, rank, size):
-    losses = strategy.run(lambda: np.arange(4 * rank, 4 * rank + 4))
-    over_replicas = [sum(4 * r + i for r in range(size)) for i in range(4)]
-    assert strategy.reduce("sum", losses, axis=None).tolist() == over_replicas
-    assert strategy.reduce("sum", losses, axis=0) == triangle(4 * size)
 
 
 def test_reduce_of_a_last_partial_batch(strategy, size):
@@ -298,22 +216,6 @@ def test_all_reduce_and_all_gather(strategy, size):
     assert mine["sums"] == [size, 2 * size]
     assert mine["gathered"].tolist() == [1, 2, 3] * size
     assert [each.tolist() for each in mine["both"]] == [[1, 2, 3] * size, [[1, 2], [3, 4]] * size]
-
-
-def test_all_gather_of_different_lengths(strategy, rank, size):
-    def of_replica(r):
-        return {"a": [r], "b": [[r, i] for i in range(r + 1)]}
-
-    def fn():
-        value = {name: np.array(part) for name, part in of_replica(rank).items()}
-        return ms.get_replica_context().all_gather(value, axis=0)
-
-    result = local(strategy, strategy.run(fn))
-    parts = [of_replica(r) for r in range(size)]
-    assert {name: array.tolist() for name, array in result.items()} == {
-        "a": [row for part in parts for row in part["a"]],
-        "b": [row for part in parts for row in part["b"]],
-    }
 
 
 def test_merge_call_outside_every_scope_is_a_plain_call():

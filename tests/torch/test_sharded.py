@@ -70,6 +70,7 @@ def test_memory_does_not_depend_on_the_whole(path):
     assert torch.equal(loaded.weight.to_local(), saved.weight.to_local())
 
 
+@pytest.mark.thorough_product
 @pytest.mark.parametrize("parallel", [False, True])
 @pytest.mark.parametrize("saved_layout", [Shard(0), Shard(1), Replicate()])
 @pytest.mark.parametrize("loaded_layout", [Shard(0), Shard(1), Replicate()])

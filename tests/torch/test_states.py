@@ -239,6 +239,7 @@ def test_a_save_neither_copies_nor_pins_the_memory_of_a_module():
     weight.untyped_storage().resize_(0)  # which Tensor.numpy() would make impossible
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_compiled_module_is_saved_as_the_module(path):
     saved, restored = torch.compile(model(1)), model(2)

@@ -15,6 +15,7 @@ CHECKERS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("checker", CHECKERS)
 def test_a_program_has_the_types_that_it_says_and_no_other_error(checker):

@@ -162,10 +162,13 @@ def test_copies_are_apart(strategy, kind):
     with strategy.scope():
         twin = copy.deepcopy(variable)
         variable.assign(part(variable, given_by(1)), read_value=False)
+    assert type(twin) is type(variable)
+    assert twin.full_shape == variable.full_shape == SHAPE
     np.testing.assert_array_equal(whole(strategy, twin), start())
     np.testing.assert_array_equal(whole(strategy, variable), given_by(1))
 
 
+@pytest.mark.thorough_product
 @pytest.mark.parametrize("other", KINDS)
 def test_a_checkpoint_of_any_kind_restores_any_other(strategy, kind, other, mpi_tmp_path):
     if NUM_RANKS > 1 and KINDS["of one replica"] in (kind, KINDS[other]):

@@ -41,6 +41,7 @@ def own_rows(length, size, rank):
     return range(starts[rank], stops[rank]) if rank < len(stops) else range(length, length)
 
 
+@pytest.mark.thorough_product
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", without_host_dtypes(DTYPES))
 def test_each_rank_holds_its_rows(cutting, rank, size, shape, dtype):
@@ -233,6 +234,7 @@ def test_dense_writes_equal_those_of_a_mirrored_variable(
 SCATTERS = ["add", "sub", "mul", "div", "min", "max", "update"]
 
 
+@pytest.mark.thorough_product
 @pytest.mark.parametrize("aggregation", MERGING)
 @pytest.mark.parametrize("method", SCATTERS)
 def test_scatters_equal_those_of_a_mirrored_variable(
@@ -355,14 +357,6 @@ def test_a_partitioner_decides_by_size(strategy, size):
     assert not isinstance(small, ms.ShardedVariable)
     assert len(large.row_ranges) == min(3, size)
     by_size.close()
-
-
-def test_a_copy_is_independent(cutting):
-    table = make(cutting, numbers((5, 2)))
-    twin = copy.deepcopy(table)
-    twin.assign(np.zeros((5, 2)))
-    assert isinstance(twin, ms.ShardedVariable)
-    assert as_bytes(table) == as_bytes(numbers((5, 2)))
 
 
 def test_it_is_not_compared_for_drift(cutting):

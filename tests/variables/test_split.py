@@ -1,6 +1,5 @@
 """Split variables: each rank of a replica holds a part, the same on all replicas."""
 
-import copy
 
 import numpy as np
 import pytest
@@ -141,26 +140,6 @@ def test_averages_and_accumulated_gradients_are_of_the_part(wide, part):
         wide.run(lambda: sums.add([(np.ones(own.shape), variable)]))
     sums.apply(sgd)
     assert variable.numpy().tolist() == (own - 2 * wide.num_replicas_in_sync).tolist()
-
-
-def test_components_of_a_sync_on_read_variable_are_of_the_part(wide, part):
-    with wide.scope():
-        counter = ms.Variable(
-            np.zeros((5, 2)), split_axis=0, synchronization=ON_READ, aggregation=SUM
-        )
-    own = part(np.zeros((5, 2)), 0)
-    wide.run(lambda: counter.assign_add(np.ones(own.shape)))
-    assert counter.numpy().tolist() == (own + wide.num_replicas_in_sync).tolist()
-    assert counter.full_shape == (5, 2)
-
-
-def test_copies_are_apart(wide):
-    with wide.scope():
-        variable = ms.Variable(WHOLE, split_axis=0)
-    twin = copy.deepcopy(variable)
-    twin.storage.fill(-1)
-    assert (variable.numpy() >= 0).all()
-    assert twin.full_shape == WHOLE.shape
 
 
 @pytest.mark.parametrize("axis", [3, -4])

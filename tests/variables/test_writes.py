@@ -140,6 +140,7 @@ def do_write(variable, method, rank, read_value):
     return getattr(variable, method)(value, read_value=read_value)
 
 
+@pytest.mark.thorough_product
 @pytest.mark.parametrize("context", ["replica", "cross_replica", "update", "default"])
 @pytest.mark.parametrize("aggregation", list(Aggregation), ids=lambda each: each.name)
 @pytest.mark.parametrize("kind", KINDS)
