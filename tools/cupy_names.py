@@ -32,15 +32,14 @@ def names_of(cupy: Any) -> dict[str, Any]:
             functions[name] = _signature(found)
         else:
             others.append(name)
-    methods = sorted(
-        name for name in dir(cupy.ndarray) if not name.startswith("_") or name.endswith("__")
-    )
+    methods = {name for name in dir(cupy.ndarray) if name[0] != "_" or name.endswith("__")}
+    methods -= {"__buffer__", "__release_buffer__"}  # which Python 3.12 adds
     return {
         "version": cupy.__version__,
         "functions": functions,
         "ufuncs": ufuncs,
         "others": others,
-        "ndarray": methods,
+        "ndarray": sorted(methods),
     }
 
 
