@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ContextDecorator
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from mpistrat import nests
 from mpistrat.errors import ContextError
@@ -300,6 +300,31 @@ def mode_for(strategy: Strategy, what: str) -> Kind:
             "its own scope."
         )
     return frame.kind
+
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def collective(kind: str, writes: bool = False) -> Callable[[_Method], _Method]:
+    """Make a method of a strategy, or of its extended interface, a public collective call.
+
+    It is checked to be in cross-replica context, and is a unit that an elastic job repeats after a
+    loss. `kind` names it in messages; `writes` says whether it may write to any variable.
+    """
+
+    def decorate(method: _Method) -> _Method:
+        @functools.wraps(method)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            strategy = self._container
+            require_cross_replica(strategy, kind)
+            ranks = strategy._extended._collectives
+            if not ranks.is_elastic:  # most programs; a unit would cost each step some objects
+                return method(self, *args, **kwargs)
+            return ranks.as_unit(kind, functools.partial(method, self, *args, **kwargs), writes)
+
+        return cast(_Method, call)
+
+    return decorate
 
 
 _TWINS = {

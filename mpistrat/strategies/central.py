@@ -62,6 +62,7 @@ class CentralExtended(StrategyExtended):
         """The one device string where variables live: the host memory of the node. Local."""
         return (Device("cpu").on_task(0),)
 
+    @context.collective("update", writes=True)
     def update(
         self,
         var: Variable,
@@ -78,7 +79,6 @@ class CentralExtended(StrategyExtended):
         is_ours = isinstance(var, Variable) and var.strategy is self._container
         if not is_ours or _node_memory(var) is None:
             return super().update(var, fn, args, kwargs, group)
-        context.require_cross_replica(self._container, "update")
         what = f"update of variable {var.name!r}"
         collectives, result = self._collectives, None
         collectives.channel.ledger.updates += 1

@@ -172,8 +172,13 @@ class StrategyExtended(ExtendedV1):
 
         **Collective**: every rank makes the call, but nothing is exchanged by it.
         """
+        # What `context.collective` does, without its call: programs take many short steps.
         context.require_cross_replica(self._container, "run")
-        ledger = self._collectives.channel.ledger
+        ranks = self._collectives
+        if ranks.is_elastic and ranks.needs_unit:
+            repeated = functools.partial(self.call_for_each_replica, fn, args, kwargs)
+            return ranks.as_unit("run", repeated, writes=True)
+        ledger = ranks.channel.ledger
         ledger.runs += 1
         for each in (*args, *kwargs.values()) if kwargs else args:
             for batch in batches_of(each):
@@ -208,11 +213,11 @@ class StrategyExtended(ExtendedV1):
 
     # Each of these calls itself once per replica if this rank has several, with `is_own`.
 
+    @context.collective("reduce")
     def _reduce(
         self, reduce_op: ReduceOpLike, value: Any, axis: Any = None, is_own: bool = False
     ) -> Any:
         """Reduce `value` to host memory: see `Strategy.reduce`. **Collective**."""
-        context.require_cross_replica(self._container, "reduce")
         if not (is_own or self._replica_set.is_one):
             return self._replica_set.with_components(
                 "reduce", value, lambda own: self._reduce(reduce_op, own, axis, is_own=True)
@@ -221,9 +226,9 @@ class StrategyExtended(ExtendedV1):
         with self._replicas.call("reduce") as call:
             return reduce_to_host(call, ReduceOp.parse(reduce_op), value, axis)
 
+    @context.collective("gather")
     def _gather(self, value: Any, axis: int, is_own: bool = False) -> Any:
         """Concatenate `value` in host memory: see `Strategy.gather`. **Collective**."""
-        context.require_cross_replica(self._container, "gather")
         if not (is_own or self._replica_set.is_one):
             return self._replica_set.with_components(
                 "gather", value, lambda own: self._gather(own, axis, is_own=True)
@@ -233,6 +238,7 @@ class StrategyExtended(ExtendedV1):
             gathered = apply_to_nest(call, AllGather.parse(call.kind, axis), components)
         return nests.map_nest(host_result, gathered)
 
+    @context.collective("reduce_to")
     def reduce_to(
         self,
         reduce_op: ReduceOpLike,
@@ -258,6 +264,7 @@ class StrategyExtended(ExtendedV1):
         """
         return self._reduce_pairs("reduce_to", reduce_op, [(value, destinations)], options)[0]
 
+    @context.collective("batch_reduce_to")
     def batch_reduce_to(
         self,
         reduce_op: ReduceOpLike,
@@ -276,7 +283,6 @@ class StrategyExtended(ExtendedV1):
         is_own: bool = False,
     ) -> list[Any]:
         """Reduce each value of `pairs` to its destination; `kind` names the public method."""
-        context.require_cross_replica(self._container, kind)
         if not (is_own or self._replica_set.is_one):
             given = list(pairs)
             values, places = [value for value, _ in given], [where for _, where in given]
@@ -292,6 +298,7 @@ class StrategyExtended(ExtendedV1):
         with self._replicas.call(kind, options=options) as call:
             return reduce_pairs(call, ReduceOp.parse(reduce_op), list(pairs), self._container)
 
+    @context.collective("update", writes=True)
     def update(
         self,
         var: Variable,
@@ -327,7 +334,6 @@ class StrategyExtended(ExtendedV1):
         ContextError
             Inside a replica function, or for a variable of another strategy.
         """
-        context.require_cross_replica(self._container, "update")
         if not isinstance(var, Variable):
             raise TypeError(f"update: var must be a mpistrat.Variable, not {var!r}.")
         self._check_is_ours("update", var)
@@ -384,6 +390,7 @@ class StrategyExtended(ExtendedV1):
             self._check_is_ours("gradient_buffers", variable)
         return [np.zeros(each.shape, each.dtype) for each in variables]
 
+    @context.collective("assert_replicas_agree")
     def assert_replicas_agree(self, variables: object) -> None:
         """Make sure that mirrored variables still hold the same bytes on every rank.
 
@@ -410,7 +417,6 @@ class StrategyExtended(ExtendedV1):
             Inside a replica function, or for a variable of another strategy.
         """
         what = "assert_replicas_agree"
-        context.require_cross_replica(self._container, what)
         with self._collectives.call(what) as call:
             found = variables_to_compare(what, variables)
             for variable in found.values():
@@ -551,24 +557,24 @@ class StrategyExtended(ExtendedV1):
 
     # What the methods of `Strategy` about data sets do
 
+    @context.collective("experimental_distribute_dataset")
     def _distribute_dataset(
         self, dataset: Dataset, options: InputOptions | None
     ) -> DistributedDataset:
         """Split each global batch over replicas. **Collective**."""
         from mpistrat.data.distribute import distribute  # programs without data need none of it
 
-        context.require_cross_replica(self._container, "experimental_distribute_dataset")
         return self._distributed(
             lambda: distribute(dataset, options, self._collectives, self._collectives.device)
         )
 
+    @context.collective("distribute_datasets_from_function")
     def _distribute_from_function(
         self, dataset_fn: Callable[[InputContext], Dataset], options: InputOptions | None
     ) -> DistributedDataset:
         """Make one distributed data set of each rank's own. **Collective**."""
         from mpistrat.data.distribute import distribute_from_function
 
-        context.require_cross_replica(self._container, "distribute_datasets_from_function")
         return self._distributed(
             lambda: distribute_from_function(
                 dataset_fn, options, self._collectives, self._collectives.device

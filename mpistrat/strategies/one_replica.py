@@ -123,12 +123,12 @@ class DefaultExtended(StrategyExtended):
     def _merge(self, result: Any) -> Any:
         return result
 
+    @context.collective("reduce")
     def _reduce(
         self, reduce_op: ReduceOpLike, value: Any, axis: Any = None, is_own: bool = False
     ) -> Any:
         """Return `value` as it is; with an axis, reduce it along that."""
         if axis is None:
-            context.require_cross_replica(self._container, "reduce")
             ReduceOp.parse(reduce_op)
             return value
         return super()._reduce(reduce_op, value, axis)
@@ -162,16 +162,16 @@ class DefaultExtended(StrategyExtended):
         """Return `value` itself: nothing is wrapped."""
         return value
 
+    @context.collective("experimental_distribute_dataset")
     def _distribute_dataset(self, dataset: Dataset, options: InputOptions | None) -> Any:
         """Return `dataset` as it is."""
-        context.require_cross_replica(self._container, "experimental_distribute_dataset")
         return dataset
 
+    @context.collective("distribute_datasets_from_function")
     def _distribute_from_function(
         self, dataset_fn: Callable[[InputContext], Dataset], options: InputOptions | None
     ) -> Any:
         """Return ``dataset_fn(InputContext())`` as it is."""
-        context.require_cross_replica(self._container, "distribute_datasets_from_function")
         return dataset_fn(InputContext())
 
     def _values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:

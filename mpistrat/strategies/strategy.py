@@ -660,6 +660,7 @@ class Strategy(Hinted):
         """Whether this is rank 0: short for ``extended.should_save_summary``. Local."""
         return self._layout.rank == 0
 
+    @context.collective("barrier")
     def barrier(self) -> None:
         """Return when every rank has made this call. **Collective**.
 
@@ -668,9 +669,9 @@ class Strategy(Hinted):
         ContextError
             Inside a replica function: use `ReplicaContext.barrier` there.
         """
-        context.require_cross_replica(self, "barrier")
-        self._collectives.as_unit("barrier", lambda: objects.barrier(self._collectives))
+        objects.barrier(self._collectives)
 
+    @context.collective("broadcast_object")
     def broadcast_object(self, obj: Any, root: int = 0) -> Any:
         """Return a copy of the object of rank `root`.
 
@@ -699,10 +700,9 @@ class Strategy(Hinted):
         ContextError
             Inside a replica function: use `ReplicaContext.broadcast_object` there.
         """
-        context.require_cross_replica(self, "broadcast_object")
-        what, ranks = "broadcast_object", self._collectives
-        return ranks.as_unit(what, lambda: objects.broadcast_object(ranks, what, obj, root))
+        return objects.broadcast_object(self._collectives, "broadcast_object", obj, root)
 
+    @context.collective("gather_objects")
     def gather_objects(self, obj: Any) -> list[Any]:
         """Return copies of the objects of all ranks, in rank order, on every rank.
 
@@ -717,10 +717,11 @@ class Strategy(Hinted):
         ContextError
             Inside a replica function: use `ReplicaContext.all_gather_object` there.
         """
-        context.require_cross_replica(self, "gather_objects")
-        what, ranks = "gather_objects", self._collectives
-        found: list[Any] = ranks.as_unit(what, lambda: objects.gather_objects(ranks, what, obj))
-        return found
+        return objects.gather_objects(self._collectives, "gather_objects", obj)
+
+    @property
+    def _container(self) -> Strategy:
+        return self
 
     @property
     def _collectives(self) -> Collectives:

@@ -52,7 +52,7 @@ def test_what_the_package_raises_ends_in_the_line_of_the_program():
     error = caught(lambda: ms.OneDeviceStrategy().reduce("sum", np.ones(3), axis=4))
     *_, code, fold, message = formatted(error).splitlines()
     assert "axis=4" in code or "^" in code
-    assert fold.startswith("  [6 frames of mpistrat; ")
+    assert fold.startswith("  [7 frames of mpistrat; ")
     assert message.startswith("ValueError: reduce: axis 4 is out of range")
 
 

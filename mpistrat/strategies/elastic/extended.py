@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -72,16 +71,6 @@ class ElasticCollectives(Collectives):
             self.channel.closed = error
 
 
-def _unit(what: str, method: Callable[..., Any], writes: bool = False) -> Any:
-    """Return a method of `StrategyExtended` as a unit called `what`."""
-
-    @functools.wraps(method)
-    def as_unit(self: ElasticExtended, *args: Any, **kwargs: Any) -> Any:
-        return job.run(what, functools.partial(method, self, *args, **kwargs), writes)
-
-    return as_unit
-
-
 class ElasticExtended(StrategyExtended):
     """`StrategyExtended` of a job that may lose ranks."""
 
@@ -115,19 +104,6 @@ class ElasticExtended(StrategyExtended):
 
     def _note_optimizer(self, optimizer: Any) -> None:
         job.note_optimizer(optimizer)
-
-    call_for_each_replica = _unit("run", StrategyExtended.call_for_each_replica, writes=True)
-    update = _unit("update", StrategyExtended.update, writes=True)
-    _reduce = _unit("reduce", StrategyExtended._reduce)
-    _gather = _unit("gather", StrategyExtended._gather)
-    _reduce_pairs = _unit("batch_reduce_to", StrategyExtended._reduce_pairs)
-    assert_replicas_agree = _unit("assert_replicas_agree", StrategyExtended.assert_replicas_agree)
-    _distribute_dataset = _unit(
-        "experimental_distribute_dataset", StrategyExtended._distribute_dataset
-    )
-    _distribute_from_function = _unit(
-        "distribute_datasets_from_function", StrategyExtended._distribute_from_function
-    )
 
     def _joined_datasets(self, of_replicas: Sequence[Any]) -> Any:
         from mpistrat.strategies.elastic.dataset import ElasticDataset
