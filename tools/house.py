@@ -185,7 +185,7 @@ def private_attributes_of_others(path: Path) -> int:
         node.attr.startswith("_")
         and not node.attr.startswith("__")
         and node.attr not in own
-        and ast.unparse(node.value) not in ("self", "cls")
+        and ast.unparse(node.value) not in ("self", "cls", "os", "sys")
         for node in attributes
     )
 

@@ -103,7 +103,6 @@ class StrategyExtended(ExtendedV1):
     _is_default = False
     _distributes_variables = True
     _context_class: type[ReplicaContext] = ReplicaContext
-    _replica_set_class: type[ReplicaSet] = ReplicaSet
 
     def __init__(self, collectives: Collectives, groups: RankGroups | None = None) -> None:
         self._set_ranks(collectives, groups or RankGroups.of_one_rank(collectives))
@@ -113,13 +112,22 @@ class StrategyExtended(ExtendedV1):
         self._groups, self._shards = groups, groups.shards
         self._replica_set: Replicas
         if collectives.layout.is_shared:
-            self._replica_set = self._replica_set_class(collectives, self._show)
+            self._replica_set = _replica_set_of(collectives)(collectives, self._show)
             collectives.arithmetic = compare_arithmetic(collectives)
         else:
             self._replica_set = OneReplica(collectives, self._show)
             self._replicas = groups.replicas
         # On the path of every step.
         self._once, self._own_of = self._replica_set.once, self._replica_set.own
+
+    def _take_over(self, other: StrategyExtended) -> None:
+        """Have the ranks of `other`: those that an elastic job has left."""
+        replicas: Any = self._replica_set
+        ranks = replicas.ranks
+        ranks.take_over(other._replica_set.ranks)
+        replicas.reform()
+        self._groups = RankGroups.of_one_rank(ranks)
+        self._shards = self._groups.shards
 
     def _show(self, collectives: Collectives, layout: Layout) -> None:
         """Take the collectives and the layout of the replica that runs, or of the rank."""
@@ -130,6 +138,10 @@ class StrategyExtended(ExtendedV1):
     def _copied_for(self, container: Any) -> StrategyExtended:
         """Return a copy for another strategy on the same ranks."""
         old = self._collectives
+        if old.is_elastic:
+            raise NotImplementedError(
+                "A strategy with elastic=True cannot be copied. Make another."
+            )
         twin = copy.copy(self)
         twin._container = container
         if not old.is_closed:
@@ -525,12 +537,11 @@ class StrategyExtended(ExtendedV1):
 
     def _note_variable(self, variable: Variable) -> None:
         """Do what is needed for a variable that was made, or whose copy was."""
-
-    def _check_may_copy(self, variable: Variable) -> None:
-        """Refuse to copy a SyncOnRead variable where that cannot be."""
+        self._collectives.note_variable(variable)
 
     def _note_optimizer(self, optimizer: Any) -> None:
         """Do what is needed for a new optimizer, which all ranks make."""
+        self._collectives.note_optimizer(optimizer)
 
     def _check_may_save(self, what: str) -> None:
         """Refuse to save or restore on a rank that cannot."""
@@ -591,6 +602,10 @@ class StrategyExtended(ExtendedV1):
         from mpistrat.data.distributed_dataset import DistributedDataset
 
         parts = [part for each in of_replicas for part in each._parts]
+        if self._collectives.is_elastic:
+            from mpistrat.elastic.dataset import ElasticDataset
+
+            return ElasticDataset(parts, self._replica_set)
         return DistributedDataset(parts, self._collectives, self._replica_set)
 
     def _owned(self, dataset: DistributedDataset) -> DistributedDataset:
@@ -610,3 +625,12 @@ class StrategyExtended(ExtendedV1):
         return self._replica_set.values_from(
             lambda ids: [value_fn(ValueContext(each, num_replicas)) for each in ids]
         )
+
+
+def _replica_set_of(ranks: Collectives) -> type[ReplicaSet]:
+    """Return the class of the replica set of ranks that share the replicas."""
+    if not ranks.is_elastic:
+        return ReplicaSet
+    from mpistrat.elastic.values import ElasticReplicaSet  # most programs want none of it
+
+    return ElasticReplicaSet

@@ -7,7 +7,7 @@ import logging
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mpistrat import context
 from mpistrat.agreement.call import AllOrNone
@@ -170,7 +170,7 @@ class MPIStrategy(Strategy):
             as_bool("elastic", elastic),
         )
         if elastic:
-            from mpistrat.strategies.elastic.job import job  # most programs want none
+            from mpistrat.elastic.job import job  # most programs want none
 
             job.open(self, comm, num_replicas, self._connect)
         else:
@@ -190,8 +190,7 @@ class MPIStrategy(Strategy):
         device = f"gpu:{own.index}" if own.kind == "gpu" else device
         fresh._arguments = (device, *self._arguments[1:])
         fresh._connect(comm)
-        extended: Any = self._extended
-        extended._take_over(fresh._extended)
+        self._extended._take_over(fresh._extended)
         self._cluster_resolver = fresh._cluster_resolver
 
     def _open(
@@ -264,16 +263,15 @@ class MPIStrategy(Strategy):
             _warn_of_shared_cores(num_mates, world.num_cores)
         if comm.size > 1:
             _warn_of_missing_kernels()
-        kind_of_ranks, extended_class = Collectives, self._extended_class
+        kind_of_ranks = Collectives
         if elastic:  # most programs want none of it
-            from mpistrat.strategies.elastic.extended import ElasticCollectives, ElasticExtended
+            from mpistrat.elastic.collectives import ElasticCollectives
 
-            kind_of_ranks, extended_class = ElasticCollectives, ElasticExtended
+            kind_of_ranks = ElasticCollectives
         ranks = kind_of_ranks(
             channel, capabilities, options, layout, is_deterministic=num_replicas is not None
         )
-        extended = extended_class(ranks, open_groups(ranks))
-        super().__init__(extended)
+        super().__init__(self._extended_class(ranks, open_groups(ranks)))
         self.extended._variable_partitioner = variable_partitioner
         self._cluster_resolver = ClusterResolver(
             task_id=world.rank,

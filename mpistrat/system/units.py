@@ -35,6 +35,12 @@ class RunsUnits:
         """Call `check`, which may raise, when the unit in which this is called is done."""
         # Only a unit that may be repeated has to end what it has begun.
 
+    def note_variable(self, variable: Any) -> None:
+        """Return `variable` to what it was before a unit that is repeated: none is here."""
+
+    def note_optimizer(self, optimizer: Any) -> None:
+        """Have `optimizer` prepare its steps again after a loss: there is none here."""
+
     def on_commit(self, do: Callable[[], object]) -> None:
         """Call `do`, which nothing could reverse, once the unit in which this is called is over."""
         do()

@@ -306,7 +306,11 @@ class SyncOnReadVariable(Variable):
         return self._share(array)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncOnReadVariable:
-        self.strategy.extended._check_may_copy(self)
+        if self._ranks.is_elastic:
+            raise NotImplementedError(
+                f"The SyncOnRead variable {self.name!r} of a strategy with elastic=True cannot be "
+                "copied. Make another one."
+            )
         twin = object.__new__(type(self))
         vars(twin).update(vars(self))
         memo[id(self)] = twin

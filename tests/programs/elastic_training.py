@@ -11,7 +11,7 @@ from mpi4py import MPI  # noqa: F401  starts MPI, which outlives no loss before
 import mpistrat as ms
 from mpistrat import hdf5
 from mpistrat.checkpoint.async_save import Snapshot
-from mpistrat.strategies.elastic.job import ElasticJob
+from mpistrat.elastic.job import ElasticJob
 
 print("started", flush=True)
 ELASTIC = "elastic" in sys.argv

@@ -33,7 +33,7 @@ except ms.errors.ReplicaLostError as error:
 RAISES = """
 import os, signal, sys, time
 import mpistrat as ms
-from mpistrat.strategies.elastic.job import ElasticJob
+from mpistrat.elastic.job import ElasticJob
 strategy = ms.MPIStrategy(num_replicas=4, elastic=True)
 rank, where = strategy.rank, sys.argv[1]
 agree, count = ElasticJob._agree, 0

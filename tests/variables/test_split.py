@@ -1,6 +1,5 @@
 """Split variables: each rank of a replica holds a part, the same on all replicas."""
 
-
 import numpy as np
 import pytest
 

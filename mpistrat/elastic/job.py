@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mpistrat.elastic.state import ElasticState
 from mpistrat.errors import CollectiveError, LaunchError
 from mpistrat.failures.losses import outlive_losses
 from mpistrat.mpi.survival import (
@@ -24,7 +25,6 @@ from mpistrat.mpi.survival import (
     why_not_tolerant,
 )
 from mpistrat.mpi.world import communicator
-from mpistrat.strategies.elastic.state import ElasticState
 from mpistrat.system.callsite import call_site
 from mpistrat.system.text import rank_list
 from mpistrat.system.units import note_undos_by
@@ -110,9 +110,11 @@ class ElasticJob:
         """Have `optimizer` prepare its steps again after a loss."""
         self._optimizers.add(optimizer)
 
-    def forget(self, strategy: Any) -> None:
-        """Do not connect `strategy` again, which was closed."""
-        self._strategies = [each for each in self._strategies if each is not strategy]
+    def forget(self, ranks: Any) -> None:
+        """Do not connect the strategy of these `ranks` again, which was closed."""
+        self._strategies = [
+            each for each in self._strategies if each.extended._replica_set.ranks is not ranks
+        ]
 
     def run(
         self, what: str, function: Callable[[], Any], writes: bool | Sequence[Any] = False

@@ -1,4 +1,4 @@
-"""Extended interface of an elastic strategy, whose replicas outlive their ranks."""
+"""Collectives of an elastic strategy, whose replicas outlive their ranks."""
 
 from __future__ import annotations
 
@@ -6,14 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpistrat.collectives.collectives import CollectiveCall, Collectives
+from mpistrat.elastic.job import job
 from mpistrat.errors import CollectiveError
 from mpistrat.failures.losses import leave_lost
 from mpistrat.options import CommunicationOptions
-from mpistrat.strategies.elastic.job import job
-from mpistrat.strategies.elastic.values import ElasticReplicaSet
-from mpistrat.strategies.extended import StrategyExtended
-from mpistrat.strategies.groups import RankGroups
-from mpistrat.variables import Variable
 
 
 class ElasticCollectives(Collectives):
@@ -39,6 +35,14 @@ class ElasticCollectives(Collectives):
     def on_commit(self, do: Callable[[], object]) -> None:
         """Have `do` be called once the unit is over, of which this must be part."""
         job.commits.append(do)
+
+    def note_variable(self, variable: Any) -> None:
+        """Return `variable` to what it was before a unit that is repeated."""
+        job.state.add(variable)
+
+    def note_optimizer(self, optimizer: Any) -> None:
+        """Have `optimizer` prepare its steps again after a loss."""
+        job.note_optimizer(optimizer)
 
     def call(
         self, kind: str, name: str | None = None, options: CommunicationOptions | None = None
@@ -69,44 +73,4 @@ class ElasticCollectives(Collectives):
             leave_lost(self.channel)
             self.abandon()
             self.channel.closed = error
-
-
-class ElasticExtended(StrategyExtended):
-    """`StrategyExtended` of a job that may lose ranks."""
-
-    _replica_set: ElasticReplicaSet
-    _replica_set_class = ElasticReplicaSet
-
-    def _take_over(self, other: ElasticExtended) -> None:
-        """Have the ranks of `other`: those that are left."""
-        ranks = self._replica_set.ranks
-        assert isinstance(ranks, ElasticCollectives)
-        ranks.take_over(other._replica_set.ranks)
-        self._replica_set.reform()
-        self._groups = RankGroups.of_one_rank(ranks)
-        self._shards = self._groups.shards
-
-    def _copied_for(self, container: Any) -> Any:
-        raise NotImplementedError("A strategy with elastic=True cannot be copied. Make another.")
-
-    def _close(self) -> None:
-        super()._close()
-        job.forget(self._container)
-
-    def _note_variable(self, variable: Variable) -> None:
-        job.state.add(variable)
-
-    def _check_may_copy(self, variable: Variable) -> None:
-        raise NotImplementedError(
-            f"The SyncOnRead variable {variable.name!r} of a strategy with elastic=True cannot be "
-            "copied. Make another one."
-        )
-
-    def _note_optimizer(self, optimizer: Any) -> None:
-        job.note_optimizer(optimizer)
-
-    def _joined_datasets(self, of_replicas: Sequence[Any]) -> Any:
-        from mpistrat.strategies.elastic.dataset import ElasticDataset
-
-        parts = [part for each in of_replicas for part in each._parts]
-        return ElasticDataset(parts, self._replica_set)
+        job.forget(self)
