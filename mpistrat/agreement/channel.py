@@ -42,6 +42,8 @@ from mpistrat.tracing.flight_recorder import FlightRecord
 _logger = logging.getLogger("mpistrat")
 
 _MASK = 2**64 - 1
+# The status, its complement, the digest and its complement. The largest complement of all ranks is
+# the complement of the smallest value, so one MAX shows whether all values are equal.
 _VALUES = struct.Struct("=4Q")
 
 _SECOND_LIMIT_S = 5.0
@@ -85,6 +87,8 @@ class Channel:
         """The number of the strategy whose call raised it."""
         self.pending = False
         """Whether a round was started and is not done."""
+        # Reentrant, so that an overlap can be named: a signal handler on the thread that is in a
+        # collective gets the lock again, a second thread does not. A plain lock fails for both.
         self.lock = threading.RLock()
         """Held by the thread that is in a collective."""
         self.inside: str | None = None
@@ -143,6 +147,8 @@ class Channel:
 
     def enter(self, kind: str) -> bool:
         """Begin a collective, and return whether this rank is in no other one."""
+        # Not blocking: two threads that waited here for each other would make their collectives in
+        # an order that differs from rank to rank.
         if not self.lock.acquire(False):
             return False
         if self.inside is not None:  # of this thread: the lock is reentrant
@@ -153,6 +159,8 @@ class Channel:
 
     def leave(self) -> None:
         """End the collective that `enter` began."""
+        # First: after the release a second thread may enter, and this line would clear its
+        # `inside`.
         self.inside = None
         self.lock.release()
 
@@ -201,6 +209,8 @@ class Channel:
         ledger.sequence += 1
         if self._departed:
             self.check_departed(signature)
+        # Before this rank contributes: an exception of a signal handler may leave `meet` at any
+        # time, and the last round must then know that this round is still open.
         self.pending = True
         try:
             known = self._round.meet(status, digest)
@@ -226,9 +236,14 @@ class Channel:
 
     def leave_round(self, what: str, error: BaseException) -> None:
         """Close the channel, as the round stays open: nothing can be agreed upon any more."""
+        # First of all: in shared memory, a rank that comes later would find that all have arrived,
+        # and wait for data that this rank never sends.
         self._round.withdraw()
         self.explain_loss(error)
         if self.closed is not None:
+            # No request of a collective can be cancelled (MPI 4.1, section 6.12), so a further
+            # round would be matched with this one. `stuck_at` keeps the end of the program from
+            # starting one.
             self.stuck_at = call_site()
             return
         self.leave_interrupted(f"wait for {what}", error)
@@ -258,6 +273,7 @@ class Channel:
         done = self._round.done
         remind_at_s: float | None = None
         limit_s = math.inf if timeout_s is None else timeout_s
+        # MPI moves messages only while it is called, so this loop must keep polling.
         while not done():
             waited_s = time.monotonic() - began
             if self._departed:
@@ -267,6 +283,9 @@ class Channel:
                 self._check_failures(what)
             if timeout_s is not None and waited_s > limit_s:
                 self.give_up(what, timeout_s, is_last=limit_s > timeout_s)
+                # Every other rank has counted this collective, so the round should be over soon.
+                # But one may be stopped between counting and sending: after the second limit this
+                # rank leaves in any case.
                 limit_s = waited_s + _SECOND_LIMIT_S
             if remind_at_s is None:
                 # Not before: most waits are shorter than it takes to read the settings.
@@ -315,6 +334,8 @@ class Channel:
         """Leave the round with the `error` for the missing ranks and a table of all, if any."""
         if self.peers is None:
             self.closed = error(*self._missing_ranks(site))
+        # One question both asks and announces. With two, a rank could come in between: this one
+        # would leave all the same, and that one would wait forever.
         elif (missing := self.peers.offer_to_leave(site, departure)) or is_last:
             self.closed = error(*(missing or self._missing_ranks(site)))
             if self.closed is not None:
@@ -340,6 +361,7 @@ class Channel:
 
     def exchange(self, value: Any) -> list[Any]:
         """Return the JSON `value` of every rank, in rank order. **Collective**, unchecked."""
+        # MPI needs the length of each part before the parts (Allgatherv), so the lengths go first.
         own = _json_item(value)
         lengths = self.transport.all_gather(np.array([own.size], np.int64), [1] * self.size)
         return _json_items(self.transport.all_gather(own, lengths.tolist()))
@@ -352,6 +374,7 @@ class Channel:
         """Begin an exchange; the function returned gives ``None`` until all values are there."""
         own = _json_item(value)
         transport, counts = self.transport, [1] * self.size
+        # Nonblocking, because a rank that ends polls the exchanges of several channels in turn.
         poll = transport.start_all_gather(np.array([own.size], np.int64), counts)
         lengths: list[int] | None = None
 
@@ -398,6 +421,7 @@ class Channel:
     def free(self) -> None:
         """Free the communicator, and all that belongs to the channel. **Collective**."""
         self.closed = RuntimeError("Every strategy on this communicator was closed.")
+        # While the channel is still watched: a rank may die during this wait.
         self.transport.drain()
         if self.on_free is not None:
             self.on_free()
@@ -417,11 +441,14 @@ class Channel:
     def check_open(self, owner: int | None = None) -> None:
         """Raise the error that closed this channel, if one did, as strategy `owner` gets it."""
         if self.closed is not None:
+            # Left by `close_for_dropped`, which runs in a destructor and cannot send.
             own, self.departures.unreported = self.departures.unreported, None
             if own is not None and self.peers is not None:
                 self.peers.report_departure(own, at_once=False)
             if not isinstance(self.closed, CollectiveError):  # freed
                 raise type(self.closed)(str(self.closed)) from None
+            # A new error each time: Python appends to the traceback of one that is raised again,
+            # and several threads may raise it.
             raise repeated_error(self.closed, self.closed_by, owner) from None
 
     def check_complete(self, what: str) -> None:
@@ -436,6 +463,7 @@ class Channel:
         if ranks is None:
             return
         self.transport.revoke()  # the others may wait for this rank
+        # What a monitor has reported before is more precise than this, and stays.
         for rank in ranks:
             what = "gone" if self.peers is None else self.peers.describe_rank(rank)
             self.departures.found.setdefault(rank, Departure("ended", what))
