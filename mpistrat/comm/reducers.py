@@ -61,6 +61,7 @@ class MpiReducer:
         """Reduce each array of `message` to `root`. **Collective**."""
         joined, split = message.joined()
         self._transport.reduce(MOVES_AS[op], joined, root)
+        # Elsewhere anything may be in `joined` (see `Reducer.reduce`), so nothing is copied back.
         if self._transport.rank == root:
             self._finish(op, joined)
             split()
@@ -138,5 +139,7 @@ class ReduceScatterReducer:
         size = self._transport.size
         incoming = [lengths[self._transport.rank]] * size
         pieces = self._transport.all_to_all(block, lengths, incoming).reshape(size, -1)
+        # Rounded to 16 bits only once, at the end: a sum of many 16-bit floats would lose its small
+        # terms at each step.
         wide = cast(pieces, accumulator_dtype(block.dtype))
         return cast(combine(op, wide), block.dtype)
