@@ -117,12 +117,15 @@ class ReplicaReducer:
         if attached.get(self._replica_id) is message:
             # All have waited for the agreement, and the first one resumes first: it can reduce the
             # messages of all without waiting for them again.
+            # If one of them has attached nothing, all wait for each other below, the ones with a
+            # message included.
             if self._replica_id == self._share.start and len(attached) == len(self._share):
                 messages = [attached[each] for each in self._share]
                 self.reduce_together(op, messages)
                 attached.clear()
                 self._reduced.update(zip(self._share[1:], messages[1:], strict=True))
                 return
+            # A message that stayed would be taken for the one of the next reduction.
             del attached[self._replica_id]
         elif self._reduced.pop(self._replica_id, None) is message:
             return
@@ -143,6 +146,7 @@ class ReplicaReducer:
         if first.num_bytes:
             targets = list(first.targets)
             self.reduce_arrays(op, [each.sources for each in messages], targets)
+            # Copied, because each replica may write to its result.
             for other in messages[1:]:
                 for target, source in zip(other.targets, targets, strict=True):
                     np.copyto(target, source.reshape(target.shape))
@@ -222,6 +226,7 @@ class ReplicaReducer:
         transport, nodes_of_ranks = self._transport, self._nodes_of_ranks
         size, rank = transport.size, transport.rank
         length = pieces[0].size
+        # Lengths and pieces are equal on all ranks or known to them, so all take the same branch.
         if pieces[0].nbytes * sum(map(len, nodes_of_ranks)) <= _SMALL_BYTES:
             counts = [length * len(nodes) for nodes in nodes_of_ranks]
             gathered = transport.all_gather(np.concatenate(pieces), counts)
@@ -255,6 +260,7 @@ class ReplicaReducer:
         total: np.ndarray | None = None,
     ) -> np.ndarray:
         """Return the combination of `rows`, which are `nodes`, in their memory; or in `total`."""
+        # The same tree for any number of ranks: this is what keeps the bits equal.
         fold: Fold[np.ndarray] = Fold(
             self._num_replicas, lambda left, right: combined_pair(op, left, right, left)
         )
