@@ -76,6 +76,7 @@ def find_lost(channel: Channel) -> bool:
     comm = getattr(channel.transport, "comm", None)
     ranks = [] if comm is None else failed_ranks_now(comm)
     for rank in ranks:
+        # What a monitor has reported says more, and stays.
         channel.departures.found.setdefault(rank, Departure("ended", "gone"))
     return bool(ranks)
 

@@ -125,8 +125,11 @@ class MonitorClient(Peers):
             if answer is not None:
                 return answer
         except ConnectionError:
+            # The system refuses connections to a process that is gone, and resets those it had.
             return place | {"state": RankState.GONE}
         except TimeoutError:
+            # The system accepts connections for a stopped process too, up to the backlog. So
+            # silence means that the process is there.
             suspended = address.host == socket.gethostname() and is_suspended(address.pid)
             return place | {"state": RankState.STOPPED if suspended else RankState.SILENT}
         except (OSError, ValueError):
@@ -227,6 +230,7 @@ class MonitorClient(Peers):
         """Report to every rank that the process of `rank` has died, once that is certain."""
 
         def report() -> None:
+            # A broken connection alone is no proof.
             if self._has_left or self.ask(rank)["state"] != RankState.GONE:
                 return
             place = self._addresses[rank]
@@ -241,6 +245,8 @@ class MonitorClient(Peers):
     def report_failure(self) -> None:
         """Report to every other rank, soon, that a function has failed here."""
         # Not if this rank comes to a collective meanwhile, which shows it too.
+        # Set before `_is_reporting` is looked at: a report that is under way covers this failure
+        # too.
         ledger, self._failed_at = self._channel.ledger, self._channel.ledger.sequence
         if self._is_reporting:
             return
@@ -267,6 +273,8 @@ class MonitorClient(Peers):
     def note_departure(self, rank: int, departure: Departure) -> None:
         """Have the next collective fail, as `rank` will never come to it, from any thread."""
         self._channel.departures.found.setdefault(rank, departure)
+        # MPI itself ends its waits for a dead rank there. Nothing but this ends a wait in shared
+        # memory.
         if departure.act == "ended" and self._channel.is_tolerant:
             self._channel.transport.leave_waits()
 
@@ -293,6 +301,7 @@ class MonitorClient(Peers):
         if 0 not in lost:
             return True
         survivors = [rank for rank in range(channel.size) if rank not in lost]
+        # The lowest survivor reports first, and tells the others, which wait their turn here.
         time.sleep(_POLL_S * min(survivors.index(channel.rank), _MAX_TURNS))
         if not channel.is_reported:
             self.report_end_of_job(_SHORT_LIMIT_S)
