@@ -378,6 +378,8 @@ class CommonOutcome:
         """Return the JSON `value` of every rank, once all have succeeded. **Collective**."""
         call, channel = self._call, self.channel
         call.take_channel()
+        # Agreed in the round of `__exit__`. There is no further round, and an error from here on
+        # leaves data that the others wait for.
         call._agreed = True
         error: BaseException | None = None
         try:

@@ -135,9 +135,11 @@ class Channel:
         self.private_pool = Pool()
         """Memory for results that no other rank maps, unlike `pool`, which is the transport's."""
         self._departed = self.departures.found
+        # One round for all collectives: a persistent request of MPI is prepared only once.
         self._round = transport.round(4)
         self.meet: Callable[[int, int], int] | None = self._round.meet
         """Takes part in a round for `vote`, where one rank is one replica."""
+        # The same memory as bytes: struct writes four numbers faster than NumPy assigns them.
         self._outgoing = self._round.send.data.cast("B")
         self._incoming = self._round.receive.data.cast("B")
 
@@ -282,6 +284,7 @@ class Channel:
             if self.departures.failures:
                 self._check_failures(what)
             if timeout_s is not None and waited_s > limit_s:
+                # A limit above the one of the call has been raised below: this is the second time.
                 self.give_up(what, timeout_s, is_last=limit_s > timeout_s)
                 # Every other rank has counted this collective, so the round should be over soon.
                 # But one may be stopped between counting and sending: after the second limit this
@@ -395,6 +398,8 @@ class Channel:
         """Return the report of every rank after a round with `Outcome.MIXED`. **Collective**."""
         # A rank that ends is in the last rounds of several channels, of different ranks each. It
         # may wait in none of them for ranks that wait for it in another.
+        # No limit of an agreement holds here. This has the watchdog look, in case a rank stops
+        # before it has sent its report.
         with self.transport.occupancy:
             try:
                 poll = self.start_exchange(report)
@@ -454,6 +459,8 @@ class Channel:
     def check_complete(self, what: str) -> None:
         """Raise if a rank has left that the collective `what` needs."""
         if self.closed is None:
+            # Waits for an offer that is just being looked at, and is None if that is taken back:
+            # this rank has come in time.
             self.closed = self.departures.error(what)
         self.check_open()
 

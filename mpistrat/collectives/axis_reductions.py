@@ -102,6 +102,7 @@ def _num_elements(array: Array, along: tuple[int, ...]) -> int:
     return int(np.prod([array.shape[i] for i in along]))
 
 
+# float32 holds integers up to 2**24 exactly, and 4096 ranks times a digit below 4096 is less.
 _DIGIT = 4096
 _NUM_DIGITS = 4
 

@@ -85,6 +85,8 @@ class FastReduction:
             enter=occupancy.__enter__,
             check=reduction.check_wait,
             exit=occupancy.__exit__,
+            # Known since the ranks have compared the first call. Without checks it is None, and
+            # nothing uses it.
             digest=reduction.signature.digest or 0,
             spread=tuple(SPREAD),
             route=path.route,
@@ -147,6 +149,7 @@ class FastReduction:
         self._compiled.progress = Progress.OUTSIDE
         # Without `meet`, the vote went through `vote`, which leaves its round itself.
         if channel.meet is not None and channel.pending:
+            # As `Channel.vote` does: compiled code has started the round, but cannot leave it.
             channel.leave_round(channel.inside or "", error)
         # After AGREED the other ranks use what was contributed; before BROUGHT there is nothing.
         if progress == Progress.BROUGHT:

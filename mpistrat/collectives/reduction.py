@@ -214,6 +214,8 @@ class Reduction:
         if not plan.is_single or not plan.is_unchanged or not plan.packs[0].num_bytes:
             return FastPath()
         pack, node, meeting = plan.packs[0], transport.node, transport.piggyback
+        # Also next to GATHERED: without checks there is no round, and compiled code moves by MPI
+        # then.
         move = self._direct.ready(self.op, pack.dtype) if self._is_direct else None
         if self._piggyback is not None and not self._piggyback.is_shared:
             function = compiled_function(self.op, pack.dtype)
@@ -233,6 +235,8 @@ class Reduction:
             return FastPath(Route.IN_SLICES, node.ready(self.op, pack.dtype), way)
         # Only reached if all ranks are on one node: otherwise the round is not in shared memory.
         route = Route.IN_BLOCKS if self._piggyback is None else Route.IN_ROUND
+        # The numbers of both routes: without checks there is no round, and compiled code takes
+        # IN_BLOCKS in place of IN_ROUND.
         return FastPath(route, None, {**meeting.way, **way})
 
     def check_wait(self) -> None:

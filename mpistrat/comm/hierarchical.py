@@ -276,6 +276,8 @@ def share_memory(
 def _open(facts: Sequence[_Facts], local_rank: int) -> NodeMemory | None:
     """Return the memory of the ranks with these `facts`, ``None`` where it cannot be had."""
     place, cores = facts[0].place, 0
+    # The ranks of a node may be bound to different cores: what counts is how many they have
+    # together.
     for each in facts:
         cores |= each.cores
     if place is None:

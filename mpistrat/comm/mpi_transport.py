@@ -291,7 +291,7 @@ class MpiTransport:
 
     def close(self) -> None:
         """Free the communicator and what belongs to it. **Collective**."""
-        # Persistent requests belong to the communicator, and go before it.
+        # Persistent requests belong to the communicator, and are freed before it.
         for each in self._rounds:
             each.free()
         if self.node is not None:
@@ -308,6 +308,7 @@ class MpiTransport:
 def _pairs(source: np.ndarray, target: np.ndarray) -> list[tuple[Any, np.ndarray]]:
     """Return what MPI takes to reduce `source` into `target`, in parts."""
     parts = in_parts(target)
+    # MPI forbids that send and receive buffer overlap. IN_PLACE is how both can be one array.
     if source is target:
         return [(MPI.IN_PLACE, part) for part in parts]
     if len(parts) == 1:

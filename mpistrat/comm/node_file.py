@@ -90,6 +90,7 @@ class NodeFile:
         try:
             with revoked_on_loss(node):
                 tokens = node.allgather(known)
+            # Every rank of the node has the tokens of all, so all return here, or none.
             if known is not None and tokens.count(known) == len(tokens):
                 return None
             with revoked_on_loss(node):

@@ -27,6 +27,7 @@ def combine(op: ReduceOp, pieces: np.ndarray) -> np.ndarray:
     size, step = len(pieces), 1
     with np.errstate(all="ignore"):
         while step < size:
+            # The first slice ends where rows have no neighbour: these wait for a later step.
             combine_pair(op, pieces[: size - step : 2 * step], pieces[step :: 2 * step])
             step *= 2
     return finish(op, pieces[0], size)

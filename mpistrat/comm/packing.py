@@ -302,7 +302,7 @@ class _Packing:
                     cast_into(narrow, reduced)
                     reduced = narrow
                 results[position] = reduced
-        # Otherwise a different array has to be written first, and `unpack` copies it to `out`.
+        # If the results do not come in the form that `out` has, `unpack` copies them there.
         if self._out is not None:
             for result, target in zip(results, self._out, strict=True):
                 if result is not target:

@@ -47,6 +47,8 @@ class SharedMemoryReducer:
 
     def attach(self, message: Message) -> None:
         """Copy in what others need of the first block of `message`."""
+        # Publishes the targets too: if those of all ranks are in arenas, each rank writes its slice
+        # to all of them, and nobody copies results out.
         self._contribute(*self.sizes, message.sources, message.targets)
         self._attached = message
 

@@ -170,6 +170,7 @@ def _after_last_round() -> None:
 
 def _listen() -> None:
     """Dump on SIGUSR2, also while the main thread is inside the MPI library."""
+    # Python lets only the main thread set signal handlers.
     if threading.current_thread() is not threading.main_thread():
         return
     _dumps.previous_handler = signal.getsignal(signal.SIGUSR2)

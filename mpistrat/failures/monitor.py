@@ -246,6 +246,7 @@ class Monitor:
     def _drop_overdue(self) -> None:
         """Close connections whose question is overdue."""
         now = time.monotonic()
+        # In the order in which they have connected, so the first one is due first.
         while self._callers and (
             self._callers[0].due_s < now or len(self._callers) > _max_callers()
         ):
@@ -256,6 +257,8 @@ class Monitor:
     def _answer(self, connection: socket.socket, question: bytes) -> None:
         try:
             connection.settimeout(_PATIENCE_S)
+            # With the time limit above: a peer that does not read its answer must not hold up all
+            # others.
             answer = self._reply(connection, json.loads(question))
             if answer is not None:
                 connection.sendall(json.dumps(answer).encode() + b"\n")

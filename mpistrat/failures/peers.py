@@ -200,6 +200,8 @@ class MonitorClient(Peers):
         """Do `describe`, and keep ranks that are missing from coming; ``None`` without any."""
         channel = self._channel
         details = {"sender": channel.rank, "number": channel.ledger.sequence}
+        # Each answer is also a decision: a rank that says that it comes does not find this
+        # departure, and one that does not finds it before it waits.
         found = self.ask_all(self.others(), departure=departure, **details)
         # A rank that does not answer may come all the same, and finds that it has been given up.
         if all(each.get("comes") for each in found.values()):
@@ -301,7 +303,7 @@ class MonitorClient(Peers):
         if 0 not in lost:
             return True
         survivors = [rank for rank in range(channel.size) if rank not in lost]
-        # The lowest survivor reports first, and tells the others, which wait their turn here.
+        # The lowest survivor reports first and tells the others, which still sleep here.
         time.sleep(_POLL_S * min(survivors.index(channel.rank), _MAX_TURNS))
         if not channel.is_reported:
             self.report_end_of_job(_SHORT_LIMIT_S)

@@ -69,6 +69,7 @@ class _ProcessState:
             channel.close_in_fork()
         if self._fork.pipe is not None:
             read, write = self._fork.pipe
+            # After the copies: from here on, the parent may write to the shared memory again.
             os.write(write, b"x")
             os.close(write)
             os.close(read)

@@ -268,6 +268,8 @@ def attached(
     """Return the object attached to `comm` under `key`, made where there is no valid one."""
     attributes = _attributes(comm)
     if key not in attributes or not is_valid(attributes[key]):
+        # Where `make` is collective, ranks must agree on what is attached: they attach and forget
+        # it in the same calls.
         attributes[key] = make()
     return attributes[key]
 

@@ -57,8 +57,8 @@ class ReplicaChannel(Channel):
         transport = ReplicaTransport(ranks.transport, links, replica_id, num_replicas)
         super().__init__(transport, ranks.timeout_s)
         self.checks = ranks.checks
-        # Compiled code must not meet the other ranks for one replica: without `meet` it calls
-        # `vote`, which waits for the other replicas of this rank first.
+        # Compiled code must not start the round of the ranks for one replica: without `meet` it
+        # calls `vote`, which waits for the other replicas of this rank first.
         self.meet = None
         self.departures = ranks.departures
         self.ledger = ranks.ledger  # whose collectives these are

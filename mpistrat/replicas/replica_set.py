@@ -196,6 +196,7 @@ class ReplicaSet:
         if threads is None:
             threads = ReplicaThreads(self, self._disagreement)
             self._threads.append(threads)
+        # This may be a run within the common work of an outer one, which has its own turn.
         before = self._turn
         self._running.append(threads)
         self.ranks.channel.running = self._whose_turn
@@ -226,6 +227,7 @@ class ReplicaSet:
         def as_replica(position: int) -> Any:
             own_args = [row[position] for row in rows]
             own_kwargs = {name: row[position] for name, row in named.items()} if named else named
+            # In the context that was copied for this replica, so nobody has to set it back.
             PerReplica._num_here.set(count)
             with context.entered(new_frame()), device.current():
                 try:

@@ -216,9 +216,12 @@ class ReplicaThreads:
         If one raises, those that have not begun never begin, and the others get a `Cancelled`
         where they wait; then the error is raised.
         """
+        # Before anything else: too many threads must raise before a function has begun.
         self._make_threads(len(functions) - 1)
         # Before the first function can change what belongs to a thread, such as PyTorch's modes.
         functions = in_modes_of_here(functions)
+        # A context for each replica: a thread has none of the values that the caller has set, and
+        # replicas must not see what a different one sets.
         copied, pass_turn = contextvars.copy_context, self._pass_turn
         self._calls = [ReplicaCall(each, copied(), pass_turn) for each in functions]
         if len(functions) == 1:
@@ -252,7 +255,7 @@ class ReplicaThreads:
 
         The main thread calls `act` once, with what all calls have `given`.
         """
-        # The function that gets `Cancelled` has a `finally` block that calls this. The other
+        # A function that ends with `Cancelled` has called this, as in a `finally` block. The other
         # replicas do not run any more, so waiting for them would never end.
         if self._is_cancelling:
             raise ContextError(
@@ -364,6 +367,7 @@ class ReplicaThreads:
             number = self._turns.turn  # another call may have given the turn back
             call = self._calls[number]
             self._note_end(call)
+            # A signal that came when no replica ran ends the run like an error of a replica.
             self._failure = self._failure or interruption
             if call.run_on_main is None:
                 return
@@ -379,8 +383,8 @@ class ReplicaThreads:
         self._turns.turn = None
         try:
             requests = [each.request for each in calls]
-            # A call without a request has returned, while others still wait: they can never all
-            # meet.
+            # A call without a request has returned while others still wait: they would wait for it
+            # forever.
             first = requests[0]
             if first is None or None in requests:
                 raise self._on_disagreement(calls)

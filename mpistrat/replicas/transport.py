@@ -69,6 +69,7 @@ class ReplicaTransport(SoloTransport):
     ) -> list[None]:
         for number, root in enumerate(roots):
             buffers = [each[number] for each in of_replicas]
+            # If the root is on a different rank, the first replica receives for all.
             owner = root - self._share.start if root in self._share else 0
             # In its own memory, as what a root gives may be read-only.
             self._transport.broadcast(buffers[owner], self._rank_of[root])

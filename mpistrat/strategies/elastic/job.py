@@ -192,6 +192,8 @@ class ElasticJob:
         from mpi4py import MPI
 
         if not isinstance(error, CollectiveError | MPI.Exception):
+            # Open MPI has ended collectives without an error that lacked the data of a dead rank.
+            # Then any error of the program may be the consequence.
             return bool(failed_ranks(self._comm)) or is_revoked(self._comm)
         # The monitors may know before MPI does.
         channels = [each.extended._replica_set.ranks.channel for each in self._strategies]
@@ -234,6 +236,7 @@ class ElasticJob:
             time.sleep(_REST_S)
             if channel is None:
                 continue
+            # So that ranks that ask see this one waiting, and not computing.
             channel.waiting = (_END, began)
             if waited_s > limit_s:
                 channel.stuck_at = call_site()  # this agreement stays open, as a round would
