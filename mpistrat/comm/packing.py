@@ -156,6 +156,7 @@ class ReusedDevicePacking:
         self._packs = []
         xp = namespace_of(arrays[0])
         with device.current():
+            # Kept to notice that the program has changed its stream: see `is_of_stream`.
             self._stream = Stream.current().pointer
             for each in plan.packs:
                 join = None

@@ -108,6 +108,7 @@ class ReduceScatterReducer:
                 unify_nan(target)
             return
         joined, split = message.joined()
+        # Each block is two collectives, and all ranks cut the buffer alike.
         for block in self._blocks(joined):
             lengths = slice_lengths(block.size, self._transport.size)
             block[...] = self._transport.all_gather(self._own_slice(op, block, lengths), lengths)

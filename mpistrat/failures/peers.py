@@ -84,6 +84,8 @@ class MonitorClient(Peers):
         if process.monitor is not None:
             process.monitor.remove(self._key)
         if self._watch is not None:
+            # The monitor's thread closes the connection when the neighbour ends its side. So
+            # `strategy.close()` returns with the descriptor closed.
             self._watch.wait(_LIMIT_S)
 
     def handlers(self) -> dict[str, Handler]:

@@ -164,6 +164,8 @@ class ReplicaReducer:
         """
         divisor = self._num_replicas if op is ReduceOp.MEAN else 1
         local = self._compiled(op, targets[0].dtype)
+        # One pass over the memory of all replicas, in the tree over all of them: with one rank
+        # there are no partial sums to exchange.
         if local is not None and self._transport.size == 1:
             local.combine(op, self._order, _joined_rows(of_replicas), targets, divisor)
             return
@@ -236,6 +238,8 @@ class ReplicaReducer:
             parts = [piece[block] for piece in pieces]
             lengths = slice_lengths(parts[0].size, size)
             ends = np.cumsum([0, *lengths]).tolist()
+            # For each rank its slice of every piece, so that one exchange brings a rank all rows of
+            # its slice.
             sent = np.concatenate(
                 [part[ends[to] : ends[to + 1]] for to in range(size) for part in parts]
             )
@@ -244,6 +248,7 @@ class ReplicaReducer:
             received = transport.all_to_all(sent, counts, incoming)
             rows = received.reshape(sum(map(len, nodes_of_ranks)), lengths[rank])
             own = self._fold_all(op, rows)
+            # Block by block, which bounds the memory that the exchange needs.
             total[block] = transport.all_gather(own, lengths)
         return total
 
