@@ -165,6 +165,7 @@ def adopted(what: str, value: Any) -> Array:
     """Return an array of another library, such as JAX, as NumPy's, or as CuPy's on a device."""
     # Without a copy where DLPack has the dtype. It lacks bfloat16, which NumPy gets by __array__.
     try:
+        # Asked first, because `from_dlpack` of the wrong library fails.
         device_type, _ = value.__dlpack_device__()
         if device_type in _ON_HOST:
             host: Array = np.from_dlpack(value)
@@ -378,6 +379,7 @@ def are_disjoint(spans: Iterable[tuple[int, int, bool]]) -> bool:
     `spans` say of each memory where it begins and ends, and whether it is written to.
     """
     end_of_targets = end_of_all = 0
+    # In order of the begin, so that each only has to be compared with the furthest end so far.
     for begin, end, is_target in sorted(spans):
         # Two arrays that are only read may overlap.
         if begin < (end_of_all if is_target else end_of_targets) and begin < end:
@@ -391,6 +393,7 @@ def are_disjoint(spans: Iterable[tuple[int, int, bool]]) -> bool:
 def _span(array: np.ndarray) -> tuple[int, int]:
     """Return where the memory of `array` begins and ends, or a span around it."""
     begin: int = address_of(array)
+    # Strides may be negative, and then the memory begins before the first element.
     reach = [
         stride * (n - 1) for stride, n in zip(array.strides, array.shape, strict=True) if array.size
     ]

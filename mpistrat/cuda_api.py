@@ -168,6 +168,7 @@ class _Namespace(types.ModuleType):
             found = _Namespace(found)
         elif callable(found) and not isinstance(found, type):
             found = _wrapped(found)
+        # `__getattr__` is called only for names that are not there, so the next access is direct.
         setattr(self, name, found)
         return found
 

@@ -154,6 +154,7 @@ def has_signature(path: str | os.PathLike[str]) -> bool:
             file.seek(place)
             if file.read(len(_SIGNATURE)) == _SIGNATURE:
                 return True
+            # The signature is at 0, 512, 1024, 2048 and so on (HDF5 file format, superblock).
             place = max(2 * place, _SMALLEST_USER_BLOCK)
     return False
 
@@ -350,6 +351,8 @@ def create_atomically(
 def _create(path: str) -> Any:
     h5f, h5p = h5py().h5f, h5py().h5p
     access = h5p.create(h5p.FILE_ACCESS)
+    # Closing the file closes all objects in it. With the default it would stay open as long as the
+    # program holds one.
     access.set_fclose_degree(h5f.CLOSE_STRONG)
     access.set_libver_bounds(h5f.LIBVER_V110, h5f.LIBVER_V110)
     # Small arrays are else written when their data set is closed, where nothing can be raised.

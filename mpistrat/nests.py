@@ -122,6 +122,7 @@ def _register_on_sight(node: Any) -> bool:
 
 def _register(cls: type) -> bool:
     """Make `cls` known; return whether its instances are containers from now on."""
+    # optree refuses a class that is registered twice, and two threads may meet a new class at once.
     with _registering:
         is_dict = issubclass(cls, dict) and cls not in _DICTS_OF_OPTREE
         is_container = dataclasses.is_dataclass(cls) or is_dict
@@ -137,6 +138,7 @@ def flatten(nest: Any, atoms: tuple[type, ...] = ()) -> tuple[list[Any], Structu
         return [nest], _LEAF
 
     is_leaf = None if not atoms else lambda node: isinstance(node, atoms)
+    # Registering one class may show further ones inside it.
     while True:
         leaves, structure = optree.tree_flatten(
             nest, is_leaf=is_leaf, none_is_leaf=True, namespace=_NAMESPACE

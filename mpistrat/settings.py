@@ -154,6 +154,7 @@ class Settings:
             if not variable.startswith(_PREFIX):
                 continue
             name = variable[len(_PREFIX) :].lower()
+            # An error, because a variable with a typing mistake would silently have no effect.
             if name not in _READERS:
                 known = ", ".join(_PREFIX + field.name.upper() for field in fields(cls))
                 raise ValueError(f"Unknown setting {variable}={text!r}. Known settings: {known}.")

@@ -126,6 +126,8 @@ class PerReplica(RefusedOperators, DistributedValues[T_co]):
     def _own(self) -> Any:
         turn = self._turn
         if turn is None:  # a program has created it, or there is one replica
+            # A context variable: each replica runs in a context of its own, and threads do not
+            # share it.
             expected = self._num_here.get()
             if expected != 1:
                 raise ValueError(
@@ -360,6 +362,8 @@ def mirror(nest: Any) -> Any:
 
 def register_storage(storage: Array, variable: Any) -> None:
     """Have `container_of` return `variable` for views of its `storage`."""
+    # NumPy gives a view of a view the owner of the memory as its base, so views of any depth find
+    # it.
     memory = storage if storage.base is None else storage.base
     _by_storage[id(memory)] = variable
 

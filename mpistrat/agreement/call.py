@@ -69,6 +69,8 @@ class Call:
         if not is_taken or channel.inside is not None:
             self._refuse_overlap(is_taken)
         channel.inside = self.kind
+        # From here on the channel is taken. Whatever raises, a KeyboardInterrupt included, must
+        # give it back, or every later call is refused as an overlap.
         try:
             if channel.closed is not None:
                 channel.check_open(self.owner)
@@ -84,6 +86,8 @@ class Call:
     def take_channel(self) -> None:
         """Begin, or raise a `ContextError` on all ranks inside another collective."""
         if not self.channel.enter(self.kind):
+            # `enter` fails for two reasons, and the lock tells which: only the thread that is in
+            # the other collective gets it a second time.
             is_taken = self.channel.lock.acquire(False)
             self._refuse_overlap(is_taken)
 
@@ -102,8 +106,12 @@ class Call:
             what = f"{self.kind} was called while another thread of this rank was in {outer}"
             remedy = "Make all collective calls of a strategy from one thread at a time."
         error = errors.ContextError(f"{what}, at {site}. {remedy}")
+        # Only the first one: the others know nothing of it yet, and one refusal makes the ranks
+        # differ.
         if channel.overlap is None:
             channel.overlap = Overlap(error, what, site)
+        # Usually the outer call is still inside, and does this at its end. Here it counts only if
+        # that one has ended in the meantime on a different thread.
         self._report_overlap()
         raise error
 
@@ -158,13 +166,17 @@ class Call:
 
     def agree_on(self, signature: tuple[Any, ...]) -> None:
         """Do `agree` for a `signature` made before, and set `is_moving`. **Collective**."""
+        # Before the vote. If that raises, this rank has contributed to the round already, and
+        # `__exit__` must not start a second round with a refusal.
         self._agreed = True
         channel = self.channel
         if not channel.checks:
             if channel.departures.found:
                 channel.check_complete(self.kind)
+            # Nobody has compared the calls, but the others wait for data from here on all the same.
             self.is_moving = True
             return
+        # A call may consist of several collectives, each with an entry of its own.
         if self._entry is not None:
             self.end(self._entry, _DONE)
         flight = channel.flight
@@ -253,6 +265,8 @@ class Call:
         trace: TracebackType | None,
     ) -> None:
         try:
+            # Only for an `Exception`. After a KeyboardInterrupt or SystemExit this rank ends, and
+            # its last round tells the others.
             if not self._agreed and isinstance(error, Exception) and not self.channel.closed:
                 self._refuse(error)
             elif self._entry is not None:
@@ -263,6 +277,8 @@ class Call:
             if self._end_mark is not None:
                 self._end_mark()
             channel = self.channel
+            # Before the overlap is reported: that is a collective of its own, and enters the
+            # channel again.
             channel.inside = None
             channel.lock.release()
             try:
@@ -270,6 +286,8 @@ class Call:
                     self.end_overlap(error)
             finally:
                 if error is not None:
+                    # Also if the report above raises: the groups of this channel must close too, or
+                    # ranks wait in them for ranks that have left here.
                     channel.note_end(self.owner)
 
     def _leave_data(self, error: BaseException) -> None:
@@ -290,10 +308,14 @@ class Call:
             return
         entry = self.begin((self.kind, self.name, self.owner, f"refused: {type(error).__name__}"))
         try:
+            # Without the arguments: ranks whose arguments are bad in different ways all refuse the
+            # same, and the strategy stays usable.
             outcome = channel.vote(Status.REFUSAL, (subject, "refused"), self.timeout_s)
         finally:
             self.end(entry, State.REFUSED)
         if outcome is not Outcome.ALL_REFUSE:
+            # Ranks that made a call raise a disagreement, and need this report for it. This rank
+            # raises its own error, so the one returned here is dropped.
             report = channel.report(what, site, cause=True)
             channel.disagreement(channel.exchange_reports(report))
 
@@ -318,6 +340,8 @@ class CommonOutcome:
         self._call = Call(channel, kind, name, timeout_s, owner)
 
     def __enter__(self) -> None:
+        # Takes part in no round, and ends here. While the body runs, the channel is free for the
+        # collectives in it.
         with self._call:
             pass  # finds the user's line, for messages
 
@@ -354,6 +378,8 @@ class CommonOutcome:
         """Return the JSON `value` of every rank, once all have succeeded. **Collective**."""
         call, channel = self._call, self.channel
         call.take_channel()
+        # Agreed in the round of `__exit__`. There is no further round, and an error from here on
+        # leaves data that the others wait for.
         call._agreed = True
         error: BaseException | None = None
         try:
@@ -390,6 +416,7 @@ class AllOrNone(CommonOutcome):
 
 def _raise_for_all(channel: Channel, report: dict[str, Any], own: Exception | None) -> None:
     reports = channel.exchange_reports(report)
+    # A rank may have brought a different call to this round. Then there is no common outcome.
     if any(each.get("verdict") != report["verdict"] for each in reports):
         raise channel.disagreement(reports)
     if own is not None:
@@ -397,6 +424,7 @@ def _raise_for_all(channel: Channel, report: dict[str, Any], own: Exception | No
     rank, first = next((r, each) for r, each in enumerate(reports) if "error" in each)
     text = f"{first['text']} (on {channel.place(rank)})"
     error = _rebuilt(first["error"], text)
+    # So that the rank where the work failed prints its traceback for the job, and not this one.
     vars(error)["_caused_elsewhere"] = True
     raise error
 

@@ -42,6 +42,8 @@ from mpistrat.tracing.flight_recorder import FlightRecord
 _logger = logging.getLogger("mpistrat")
 
 _MASK = 2**64 - 1
+# The status, its complement, the digest and its complement. The largest complement of all ranks is
+# the complement of the smallest value, so one MAX shows whether all values are equal.
 _VALUES = struct.Struct("=4Q")
 
 _SECOND_LIMIT_S = 5.0
@@ -85,6 +87,8 @@ class Channel:
         """The number of the strategy whose call raised it."""
         self.pending = False
         """Whether a round was started and is not done."""
+        # Reentrant, so that an overlap can be named: a signal handler on the thread that is in a
+        # collective gets the lock again, a second thread does not. A plain lock fails for both.
         self.lock = threading.RLock()
         """Held by the thread that is in a collective."""
         self.inside: str | None = None
@@ -131,9 +135,11 @@ class Channel:
         self.private_pool = Pool()
         """Memory for results that no other rank maps, unlike `pool`, which is the transport's."""
         self._departed = self.departures.found
+        # One round for all collectives: a persistent request of MPI is prepared only once.
         self._round = transport.round(4)
         self.meet: Callable[[int, int], int] | None = self._round.meet
         """Takes part in a round for `vote`, where one rank is one replica."""
+        # The same memory as bytes: struct writes four numbers faster than NumPy assigns them.
         self._outgoing = self._round.send.data.cast("B")
         self._incoming = self._round.receive.data.cast("B")
 
@@ -143,6 +149,8 @@ class Channel:
 
     def enter(self, kind: str) -> bool:
         """Begin a collective, and return whether this rank is in no other one."""
+        # Not blocking: two threads that waited here for each other would make their collectives in
+        # an order that differs from rank to rank.
         if not self.lock.acquire(False):
             return False
         if self.inside is not None:  # of this thread: the lock is reentrant
@@ -153,6 +161,8 @@ class Channel:
 
     def leave(self) -> None:
         """End the collective that `enter` began."""
+        # First: after the release a second thread may enter, and this line would clear its
+        # `inside`.
         self.inside = None
         self.lock.release()
 
@@ -201,6 +211,8 @@ class Channel:
         ledger.sequence += 1
         if self._departed:
             self.check_departed(signature)
+        # Before this rank contributes: an exception of a signal handler may leave `meet` at any
+        # time, and the last round must then know that this round is still open.
         self.pending = True
         try:
             known = self._round.meet(status, digest)
@@ -226,9 +238,14 @@ class Channel:
 
     def leave_round(self, what: str, error: BaseException) -> None:
         """Close the channel, as the round stays open: nothing can be agreed upon any more."""
+        # First of all: in shared memory, a rank that comes later would find that all have arrived,
+        # and wait for data that this rank never sends.
         self._round.withdraw()
         self.explain_loss(error)
         if self.closed is not None:
+            # No request of a collective can be cancelled (MPI 4.1, section 6.12), so a further
+            # round would be matched with this one. `stuck_at` keeps the end of the program from
+            # starting one.
             self.stuck_at = call_site()
             return
         self.leave_interrupted(f"wait for {what}", error)
@@ -258,6 +275,7 @@ class Channel:
         done = self._round.done
         remind_at_s: float | None = None
         limit_s = math.inf if timeout_s is None else timeout_s
+        # MPI moves messages only while it is called, so this loop must keep polling.
         while not done():
             waited_s = time.monotonic() - began
             if self._departed:
@@ -266,7 +284,11 @@ class Channel:
             if self.departures.failures:
                 self._check_failures(what)
             if timeout_s is not None and waited_s > limit_s:
+                # A limit above the one of the call has been raised below: this is the second time.
                 self.give_up(what, timeout_s, is_last=limit_s > timeout_s)
+                # Every other rank has counted this collective, so the round should be over soon.
+                # But one may be stopped between counting and sending: after the second limit this
+                # rank leaves in any case.
                 limit_s = waited_s + _SECOND_LIMIT_S
             if remind_at_s is None:
                 # Not before: most waits are shorter than it takes to read the settings.
@@ -315,6 +337,8 @@ class Channel:
         """Leave the round with the `error` for the missing ranks and a table of all, if any."""
         if self.peers is None:
             self.closed = error(*self._missing_ranks(site))
+        # One question both asks and announces. With two, a rank could come in between: this one
+        # would leave all the same, and that one would wait forever.
         elif (missing := self.peers.offer_to_leave(site, departure)) or is_last:
             self.closed = error(*(missing or self._missing_ranks(site)))
             if self.closed is not None:
@@ -340,6 +364,7 @@ class Channel:
 
     def exchange(self, value: Any) -> list[Any]:
         """Return the JSON `value` of every rank, in rank order. **Collective**, unchecked."""
+        # MPI needs the length of each part before the parts (Allgatherv), so the lengths go first.
         own = _json_item(value)
         lengths = self.transport.all_gather(np.array([own.size], np.int64), [1] * self.size)
         return _json_items(self.transport.all_gather(own, lengths.tolist()))
@@ -352,6 +377,7 @@ class Channel:
         """Begin an exchange; the function returned gives ``None`` until all values are there."""
         own = _json_item(value)
         transport, counts = self.transport, [1] * self.size
+        # Nonblocking, because a rank that ends polls the exchanges of several channels in turn.
         poll = transport.start_all_gather(np.array([own.size], np.int64), counts)
         lengths: list[int] | None = None
 
@@ -372,6 +398,8 @@ class Channel:
         """Return the report of every rank after a round with `Outcome.MIXED`. **Collective**."""
         # A rank that ends is in the last rounds of several channels, of different ranks each. It
         # may wait in none of them for ranks that wait for it in another.
+        # No limit of an agreement holds here. This has the watchdog look, in case a rank stops
+        # before it has sent its report.
         with self.transport.occupancy:
             try:
                 poll = self.start_exchange(report)
@@ -398,6 +426,7 @@ class Channel:
     def free(self) -> None:
         """Free the communicator, and all that belongs to the channel. **Collective**."""
         self.closed = RuntimeError("Every strategy on this communicator was closed.")
+        # While the channel is still watched: a rank may die during this wait.
         self.transport.drain()
         if self.on_free is not None:
             self.on_free()
@@ -417,16 +446,21 @@ class Channel:
     def check_open(self, owner: int | None = None) -> None:
         """Raise the error that closed this channel, if one did, as strategy `owner` gets it."""
         if self.closed is not None:
+            # Left by `close_for_dropped`, which runs in a destructor and cannot send.
             own, self.departures.unreported = self.departures.unreported, None
             if own is not None and self.peers is not None:
                 self.peers.report_departure(own, at_once=False)
             if not isinstance(self.closed, CollectiveError):  # freed
                 raise type(self.closed)(str(self.closed)) from None
+            # A new error each time: Python appends to the traceback of one that is raised again,
+            # and several threads may raise it.
             raise repeated_error(self.closed, self.closed_by, owner) from None
 
     def check_complete(self, what: str) -> None:
         """Raise if a rank has left that the collective `what` needs."""
         if self.closed is None:
+            # Waits for an offer that is just being looked at, and is None if that is taken back:
+            # this rank has come in time.
             self.closed = self.departures.error(what)
         self.check_open()
 
@@ -436,6 +470,7 @@ class Channel:
         if ranks is None:
             return
         self.transport.revoke()  # the others may wait for this rank
+        # What a monitor has reported before is more precise than this, and stays.
         for rank in ranks:
             what = "gone" if self.peers is None else self.peers.describe_rank(rank)
             self.departures.found.setdefault(rank, Departure("ended", what))

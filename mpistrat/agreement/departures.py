@@ -105,8 +105,13 @@ class Departures:
     def offer(self, rank: int, departure: Departure, has_come: Callable[[], bool]) -> bool:
         """Record that `rank` leaves unless this rank `has_come`, and return whether it has."""
         with self._lock:
+            # In this order. `Channel.vote` counts its collective first and looks at `found` second;
+            # here the departure is noted first and the count looked at second. So at least one side
+            # sees the other. If both looked first, this rank could wait for a rank that has given
+            # it up.
             known = self.found.setdefault(rank, departure)
             comes = has_come()
+            # An earlier departure of that rank is final, whatever this rank has counted since.
             if comes and known is departure:
                 del self.found[rank]
         return comes
@@ -122,6 +127,8 @@ class Departures:
 
     def lost(self) -> dict[int, str]:
         """Return the ranks whose processes have died, each with what is known of it."""
+        # A copy: the thread of the monitor may add a rank during the loop, and a dict that grows
+        # meanwhile raises RuntimeError.
         return {rank: each.what for rank, each in list(self.found.items()) if each.act == "ended"}
 
     def waited_s(self) -> float | None:

@@ -43,6 +43,8 @@ class _GroupLedger(Ledger):
     """Counters of a group: its own collectives, and what its ranks do on the `parent`."""
 
     def __init__(self, parent: Ledger) -> None:
+        # Not the constructor of the dataclass: most of its fields are properties here, which it
+        # would set.
         self._parent = parent
         self.sequence = 0
         self._mixed = ((), 0)

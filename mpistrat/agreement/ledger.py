@@ -103,10 +103,13 @@ class Ledger:
 
     def digest(self, signature: Any) -> int:
         """Return 64 bits of the next collective's `signature` and the counters."""
+        # `count` in native/fast_reduction.c computes the same sum. If only one of the two changes,
+        # a rank on the fast path disagrees with one that is not.
         base = signature.digest if type(signature) is Signature else None
         if base is None:
             base = digest_of(signature)
         counters = self.runs, self.merge_calls, self.failures, self.updates, self.batches
+        # These counters change far less often than `sequence`, so their part of the sum is kept.
         if counters != self._mixed[0]:
             mixed = sum(map(operator.mul, counters, SPREAD[1:]))
             self._mixed = (counters, mixed)

@@ -58,6 +58,7 @@ def apply_to_tensors(
         given = list(leaves)
         for i, array in zip(positions, arrays, strict=True):
             given[i] = array
+        # The results of leaves that are no tensors leave PyTorch's node this way.
         results[:] = nests.flatten(move(nests.unflatten(structure, given)))[0]
         return [results[i] for i in positions]
 

@@ -102,6 +102,7 @@ def _num_elements(array: Array, along: tuple[int, ...]) -> int:
     return int(np.prod([array.shape[i] for i in along]))
 
 
+# float32 holds integers up to 2**24 exactly, and 4096 ranks times a digit below 4096 is less.
 _DIGIT = 4096
 _NUM_DIGITS = 4
 
@@ -129,6 +130,7 @@ def _extreme(
         wire_dtype(op, np.dtype(array.dtype))
         partials.append(_local_extreme(op, array, along))
     counts = [np.array(_num_elements(*each), np.int64) for each in zip(arrays, axes, strict=True)]
+    # Every rank learns whether any element exists at all, so that all raise, or none.
     with_most = call.all_reduce(ReduceOp.MAX, counts, (op.name, "axis", axes, structure))
     reduced = call.all_reduce(op, partials, structure)
     if any(count == 0 for count in with_most):

@@ -109,6 +109,8 @@ class CollectiveCall(Call):
         # Options by identity: their hash takes longer than all the rest.
         key = (self.kind, self.name, op, kinds, details, travel_as, id(self.options))
         reduction = collectives.reductions.get(key)
+        # The cache may differ from rank to rank. That is safe: preparing sends no message, and the
+        # ranks still compare the signature.
         if reduction is None:
             self._check_options()
             if len(collectives.reductions) >= _MAX_REDUCTIONS:
@@ -117,6 +119,7 @@ class CollectiveCall(Call):
             reduction = Reduction(
                 self, op, arrays, details, wires, described, self.options, capabilities
             )
+            # Without fast paths, each call is checked like the first one.
             if self.channel.transport.has_fast_paths:
                 collectives.reductions[key] = reduction
         return reduction
@@ -226,6 +229,7 @@ class Collectives(RunsUnits):
         self._unclosed: weakref.finalize[[int, int], Any] | None = None
         if channel.on_free is not None and not is_part:  # of what is closed as a whole
             self._unclosed = weakref.finalize(self, _warn_unclosed, self.rank, self.size)
+            # Not at the end of the program, where MPI takes everything back anyway.
             self._unclosed.atexit = False
         # Strategies are made collectively, so their numbers on the channel are equal on all ranks.
         self.number = channel.num_strategies
@@ -239,11 +243,13 @@ class Collectives(RunsUnits):
         # After a `CollectiveError` nothing can be agreed, and the ranks part when the program ends.
         if channel.closed is None:
             with self.call(self.name_of_close) as call:
+                # Before the ranks agree, so that each has done this when any of them returns.
                 for action in self.on_close.values():
                     action()
                 call.agree()
                 # Garbage may be collected on some ranks only, but all ranks free, or none.
                 others = channel.exchange(len(channel.users) - 1)
+            # All ranks have all counts, so all free the channel, or none: that is collective.
             if not any(others):
                 channel.free()
         channel.users.discard(self)
@@ -253,6 +259,8 @@ class Collectives(RunsUnits):
         self.reductions.clear()
         self._fast.clear()
         self.capabilities = DeviceCapabilities.solo(self.device)
+        # In place of the one that may be freed: every later call raises `error` before it moves
+        # anything.
         self.channel = Channel(SoloTransport(), None)
         self.channel.closed = error
 
@@ -330,6 +338,8 @@ class Collectives(RunsUnits):
         Where it fails on any rank, it fails on all. The ranks must be known to be in step, and
         `work` may do no collective.
         """
+        # Two steps: no value is sent before all ranks have one, so that a failing rank never leaves
+        # the others in the exchange.
         outcome = self.common_outcome(kind, name)
         with outcome:
             own = work()

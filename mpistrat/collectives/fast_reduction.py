@@ -49,9 +49,12 @@ class FastReduction:
         self.reduction = reduction
         self._keeps_dtypes = reduction.keeps_dtypes
         path, occupancy = reduction.fast_path(), channel.transport.occupancy
+        # By name: `create` in native/fast_reduction.c wants each of them, and refuses any other.
         self._compiled = native_library().FastReduction(
             channel=channel,
             ledger=channel.ledger,
+            # The dict itself, to which other threads add. Its length is looked at in each call, so
+            # `Departures` must never put a new dict in its place.
             departed=channel.departures.found,
             kind=call.kind,
             acquire=channel.lock.acquire,
@@ -82,6 +85,8 @@ class FastReduction:
             enter=occupancy.__enter__,
             check=reduction.check_wait,
             exit=occupancy.__exit__,
+            # Known since the ranks have compared the first call. Without checks it is None, and
+            # nothing uses it.
             digest=reduction.signature.digest or 0,
             spread=tuple(SPREAD),
             route=path.route,
@@ -93,13 +98,19 @@ class FastReduction:
 
         The arguments are those of `Reduction.all_reduce`.
         """
+        # The result may have a different dtype than the array, such as MEAN of integers. The
+        # compiled code does not look at the dtype of `out`.
         if out is not None and not self._keeps_dtypes:
             return None
         try:
             result: Array | None = self._compiled.all_reduce(array, out)
         except BaseException as error:
+            # The channel is still taken, if it was: without this, all later calls would be
+            # overlaps.
             self._end_failed(error)
             raise
+        # A signal handler may have called a collective within the compiled code, which reports
+        # nothing.
         if result is not None and self._channel.overlap is not None:
             self._call_to_end(is_moving=False).end_overlap(None)
         return result
@@ -136,8 +147,11 @@ class FastReduction:
         if progress == Progress.OUTSIDE:
             return
         self._compiled.progress = Progress.OUTSIDE
+        # Without `meet`, the vote went through `vote`, which leaves its round itself.
         if channel.meet is not None and channel.pending:
+            # As `Channel.vote` does: compiled code has started the round, but cannot leave it.
             channel.leave_round(channel.inside or "", error)
+        # After AGREED the other ranks use what was contributed; before BROUGHT there is nothing.
         if progress == Progress.BROUGHT:
             self.reduction.withdraw_brought()
         self.reduction.withdraw()

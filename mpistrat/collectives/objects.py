@@ -59,6 +59,7 @@ def gather_objects(collectives: Collectives, kind: str, value: Any) -> list[Any]
         own = _pickled(kind, value)
         call.agree()
         size = np.array([own.size], np.int64)
+        # Pickles differ in length from rank to rank, so the lengths go first.
         lengths = gather_flat(call, [size], [[1] * collectives.size])[0].tolist()
         (joined,) = gather_flat(call, [own], [lengths])
     parts = consecutive(lengths)
@@ -126,6 +127,7 @@ def join_object(data: Any, buffers: Sequence[np.ndarray], find: Callable[[Any], 
     """
     if not data:
         return None
+    # Unpickling may run code of a class that calls this again.
     outer = _Found.find
     _Found.find = find
     try:

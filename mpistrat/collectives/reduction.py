@@ -154,6 +154,8 @@ class Reduction:
         if others or first.num_bytes > piggyback.room:
             return
         self._piggyback = piggyback
+        # Ranks agree on dtypes, shapes and options, so all of them put the numbers in the round, or
+        # none.
         self._write_result = piggyback.result(self.op, first.dtype)
         if first.small and not first.large and self.plan.is_unchanged:
             # One buffer for all calls: the lock of the channel lets one in at a time.
@@ -194,6 +196,8 @@ class Reduction:
         # array that it is the result of; else they share no memory with `arrays`. With `lends`,
         # results may lie in memory of this object, until its next reduction.
         try:
+            # Before the ranks agree. The last rank to arrive then finds the numbers of all the
+            # others, and need not wait for them a second time.
             begun = self.begin(call.channel, arrays, out, lends)
             call.agree_on(self.signature)
         except BaseException:
@@ -205,9 +209,13 @@ class Reduction:
     def fast_path(self) -> FastPath:
         """Return how compiled code reduces one array."""
         plan, transport = self.plan, self._transport
+        # Compiled code neither casts nor joins, and takes no empty array: that arrives at no step,
+        # so there would be nothing to withdraw after an error.
         if not plan.is_single or not plan.is_unchanged or not plan.packs[0].num_bytes:
             return FastPath()
         pack, node, meeting = plan.packs[0], transport.node, transport.piggyback
+        # Also next to GATHERED: without checks there is no round, and compiled code moves by MPI
+        # then.
         move = self._direct.ready(self.op, pack.dtype) if self._is_direct else None
         if self._piggyback is not None and not self._piggyback.is_shared:
             function = compiled_function(self.op, pack.dtype)
@@ -225,7 +233,10 @@ class Reduction:
             return FastPath()
         if meeting is None or not meeting.is_shared:
             return FastPath(Route.IN_SLICES, node.ready(self.op, pack.dtype), way)
+        # Only reached if all ranks are on one node: otherwise the round is not in shared memory.
         route = Route.IN_BLOCKS if self._piggyback is None else Route.IN_ROUND
+        # The numbers of both routes: without checks there is no round, and compiled code takes
+        # IN_BLOCKS in place of IN_ROUND.
         return FastPath(route, None, {**meeting.way, **way})
 
     def check_wait(self) -> None:
@@ -253,6 +264,7 @@ class Reduction:
             self._piggyback.attach(begun.source)
             return begun
         if self._is_direct:
+            # Taken before the agreement, while other ranks may still be computing.
             target = _target(arrays[0], out, channel.pool)
             return _Exchange(arrays[0], target, is_direct=True)
         packing = self.pack(channel, arrays, out, lends)
@@ -341,6 +353,8 @@ class Reduction:
 
     def _packed_on_device(self, channel: Channel, arrays: Sequence[Array]) -> Packing:
         reused = self._reused_on_device
+        # The memory is ordered with the work of one stream only. On a different one, a kernel could
+        # still read what this call overwrites.
         if reused is None or not reused.is_of_stream():
             reused = ReusedDevicePacking(self.plan, arrays, self._device, channel.pool)
             self._reused_on_device = reused
@@ -357,6 +371,7 @@ class Reduction:
         ends = []
         for (reducer, why), message in zip(self._reducers, packing.messages, strict=True):
             self._note(call, message.num_bytes, message.dtype, type(reducer).__name__, why)
+            # All are begun here, in one order on all ranks. `end` may be called in any order.
             ends.append(reducer.start_all_reduce(self.op, message))
         call.is_moving = False
 

@@ -464,11 +464,15 @@ def _as_root(call: CollectiveCall, nest: Any, operation: FromRoot, device: Devic
         )
     own = None if nest is None else _describe(call, nest, operation)
     skeleton = _skeleton(call.kind, nest) if is_root else None
+    # First on the root only: ranks that pass None know neither structure nor shapes before the
+    # exchange, and cannot compare them.
     call.agree(f"from rank {operation.root}")
     with call.moving():
         (given, text) = call.channel.exchange((own, skeleton))[operation.root]
     # Tuples, which can be hashed, in place of JSON's lists.
     compared = own if own is not None else given
+    # Ranks that passed None compare what the root has sent, so only one that passed something else
+    # disagrees.
     call.agree(compared["structure"], tuple((d, tuple(s)) for _, d, s, _ in compared["leaves"]))
     if nest is not None:
         return nest

@@ -106,6 +106,7 @@ class Join:
 
     def __init__(self, sizes: Sequence[int], target: Array) -> None:
         itemsize = target.dtype.itemsize
+        # A complex number is aligned as its parts are, so the kernel copies these.
         word = itemsize // 2 if target.dtype.kind == "c" else itemsize
         self._source = join_source(word)
         (begin,) = addresses_on_device([target])

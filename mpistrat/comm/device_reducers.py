@@ -86,6 +86,7 @@ class StagedReducer:
         copier = self._copier
         copier.begin()
         host = copier.buffer(source.size, source.dtype)
+        # The reduction reads the host copy at once, so that must be complete before it begins.
         copier.fetch(host, source).synchronize()
         wait = self._reducer.start_all_reduce(op, Message([host], [host], self._pool))
 
@@ -114,6 +115,8 @@ class StagedReducer:
             after = puts[number - round_] if number >= round_ else None
             return host, copier.fetch(host, source[part], after)
 
+        # One buffer less than there are: the last one is being put back, and `fetch` would have to
+        # wait for that.
         ahead = len(buffers) - 1
         coming = deque(fetch(number) for number in range(ahead))
         for number, part in enumerate(parts):
@@ -156,6 +159,7 @@ class DeviceCopier:
     def __init__(self, device: Device) -> None:
         self._device = device
         with device.current():
+            # Two streams, so that copies in both directions overlap.
             self._fetching, self._putting = Stream.new(), Stream.new()
         self._under_way: list[tuple[Any, np.ndarray]] = []
 
@@ -167,6 +171,7 @@ class DeviceCopier:
     def begin(self) -> None:
         """Have every `fetch` that follows wait for the current stream."""
         with self._device.current():
+            # On the device: the host does not wait for the kernels of the program here.
             self._fetching.wait_event(Stream.current().record())
 
     def fetch(self, target: np.ndarray, source: Array, after: Any = None) -> Any:

@@ -58,6 +58,8 @@ class HierarchicalReducer:
         self._num_slices = num_slices
         self._size = comm.size
         colour = memory.rank if memory.rank < num_slices else MPI.UNDEFINED
+        # Split is collective, so ranks without a slice call it too. They get COMM_NULL, and no
+        # peers.
         self._peers = comm.Split(colour, comm.rank)
         self._attached: _Attached | None = None
 
@@ -164,6 +166,8 @@ class HierarchicalReducer:
         place = library.reduce_slice(sequence, function[0], slices, source, num_bytes)
         memory.reductions.check()
         own = memory.view(*place).view(dtype)
+        # The slice is reduced in place, in this rank's half: the other ranks of the node read it
+        # after the next step, to which only `collect_slices` arrives.
         if own.size:  # the ranks without a slice have no peers
             self.ready(op, dtype)(own)
         library.collect_slices(sequence, slices, target, num_bytes)
@@ -238,8 +242,11 @@ def share_memory(
     memory, has_fast_paths = None, all(each.has_fast_paths for each in facts)
     if max(sizes) > 1 and has_fast_paths and all(each.has_library for each in facts):
         memory = _open([facts[each] for each in node], node.index(comm.rank))
+        # On all ranks or on none: one that cannot map the memory would wait in MPI for ranks that
+        # wait in the memory.
         if not all_of(comm, memory is not None):
             memory = None
+    # Only now: every rank of the node has opened the file, or has failed to.
     if offer is not None:
         offer.close()
     if memory is None:
@@ -258,6 +265,8 @@ def share_memory(
     else:
         # Ranks have been in other groups before.
         before = [each.known_bytes for each in facts]
+        # Measuring is collective, and the ranks may have been in different groups so far. If one of
+        # them has measured nothing yet, all measure.
         is_new = min(before) < 0
         found = _measure(comm, reducer.all_reduce, otherwise.all_reduce) if is_new else max(before)
         _measured[comm.size] = reducer.min_bytes = found
@@ -267,6 +276,8 @@ def share_memory(
 def _open(facts: Sequence[_Facts], local_rank: int) -> NodeMemory | None:
     """Return the memory of the ranks with these `facts`, ``None`` where it cannot be had."""
     place, cores = facts[0].place, 0
+    # The ranks of a node may be bound to different cores: what counts is how many they have
+    # together.
     for each in facts:
         cores |= each.cores
     if place is None:
@@ -286,6 +297,8 @@ def _measure(comm: MPI.Intracomm, shared: _Reduce, otherwise: _Reduce) -> int:
         source = np.zeros(num_bytes // 4, np.float32)
         message = Message([source], [np.zeros_like(source)], pool)
         times_s = np.array([_shortest_s(comm, reduce, message) for reduce in (shared, otherwise)])
+        # Each rank must draw the same conclusion. With different thresholds, some ranks would wait
+        # in MPI for others that wait in shared memory.
         comm.Allreduce(MPI.IN_PLACE, times_s, MPI.SUM)
         if times_s[0] > _ADVANTAGE * times_s[1]:
             break
@@ -297,6 +310,7 @@ def _shortest_s(comm: MPI.Intracomm, reduce: _Reduce, message: Message) -> float
     began = time.perf_counter()
     reduce(ReduceOp.SUM, message)
     first_s: float = comm.allreduce(time.perf_counter() - began, MPI.MAX)
+    # `first_s` is the same on all ranks, and so is the number of repetitions.
     times_s = []
     # Many ranks that share a core take turns, for as long as a second in all.
     for _ in range(min(_REPETITIONS, 1 + int(_BUDGET_S / first_s))):

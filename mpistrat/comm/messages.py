@@ -119,6 +119,7 @@ class Messenger:
         """A separate communicator, so that no probe for headers finds them."""
         self._next_tags = [0] * comm.size
         """The tag of the next message with payloads to each rank."""
+        # MPI guarantees tags up to 32767 only (MPI 4.1, section 9.1.2), so they are used in turn.
         self._num_tags = largest_tag() + 1
         self.rank, self.size = comm.rank, comm.size
         self.lost: set[int] = set()
@@ -156,6 +157,7 @@ class Messenger:
             parts += [each.tobytes() for each in flat]
         header = b"".join(parts)
         sending = Sending(destination, [], [header, flat])
+        # Checked before MPI is called, which would raise for each further message to a dead rank.
         if destination in self.lost:
             return Sending(destination, [], [])
         try:
@@ -170,6 +172,7 @@ class Messenger:
                 self._sending.append(sending)
         except MPI.Exception as error:
             self._note(error)
+            # Some of its sends may have begun, and MPI may still read their memory.
             self._abandoned.append(sending)
             return Sending(destination, [], [])
         return sending
@@ -194,6 +197,8 @@ class Messenger:
                 arrived = self._arrived(source, lane)
                 if arrived is not None:
                     return arrived
+            # A matched probe: `Recv` below takes exactly this message (MPI 4.1, section 3.8.2),
+            # even if a second thread probes in between.
             matched = self._headers.Improbe(source, lane, self._status)
             if matched is None:
                 return None
@@ -236,6 +241,8 @@ class Messenger:
 
     def _arrived(self, source: int, lane: int) -> Message | None:
         """Return the first complete message of those that are asked for."""
+        # Keeps the order: a complete message must not overtake one of the same sender and lane
+        # whose buffers are still coming.
         earlier = set()
         for i, each in enumerate(self._arriving):
             message = each.message

@@ -51,6 +51,8 @@ class MpiTransport:
 
     def all_reduce(self, op: ReduceOp, source: np.ndarray, target: np.ndarray) -> None:
         """Reduce `source` into `target`. **Collective**."""
+        # MPI knows no streams of CUDA. It would read device memory before the kernels that write it
+        # have ended.
         synchronize(source)
         operator = mpi_operator(op, target)
         with self.occupancy:
@@ -63,6 +65,7 @@ class MpiTransport:
         all_reduce = self.comm.Allreduce
 
         def move(source: np.ndarray, target: np.ndarray) -> None:
+            # The count of an MPI call is a C int.
             if target.nbytes > _PART_BYTES:
                 self.all_reduce(op, source, target)
                 return
@@ -100,6 +103,8 @@ class MpiTransport:
         """Reduce `buffer` in place on `root`. **Collective**."""
         synchronize(buffer)
         with self.occupancy:
+            # In place is allowed on the root only; elsewhere the buffer is just a source (MPI 4.1,
+            # section 6.9.1).
             for part in in_parts(buffer):
                 if self.rank == root:
                     self.comm.Reduce(MPI.IN_PLACE, part, mpi_operator(op, part), root)
@@ -109,11 +114,15 @@ class MpiTransport:
     def broadcast(self, buffer: np.ndarray, root: int) -> None:
         """Overwrite `buffer` with that of `root`. **Collective**."""
         with self.occupancy:
+            # As bytes, here and below, because MPI has no type for some dtypes of NumPy, such as
+            # float16.
             for part in in_parts(buffer):
                 self.comm.Bcast([_as_bytes(part), MPI.BYTE], root)
 
     def broadcast_each(self, buffers: Sequence[np.ndarray], roots: Sequence[int]) -> None:
         """Overwrite each of `buffers` with that of its root. **Collective**."""
+        # All are started before the first wait. They are matched in the order in which each rank
+        # starts them, which is the same on all (MPI 4.1, section 6.12).
         requests = [
             self.comm.Ibcast([_as_bytes(part), MPI.BYTE], root)
             for buffer, root in zip(buffers, roots, strict=True)
@@ -136,6 +145,7 @@ class MpiTransport:
         """Begin to gather short parts. **Collective**, with the same of all ranks."""
         gathered = np.empty(sum(counts), part.dtype)
         goal = _as_parts(gathered, counts)
+        # The request of mpi4py keeps both buffers alive.
         request = self.comm.Iallgatherv([_as_bytes(part), MPI.BYTE], goal)
         return lambda: gathered if request.Test() else None
 
@@ -158,6 +168,7 @@ class MpiTransport:
     ) -> None:
         """Fill `gathered` with the parts of all ranks, by as many calls as it takes."""
         # MPI has faster ways for parts of one length, such as a tree for short ones.
+        # `counts` is equal on all ranks, so they all choose the same MPI call.
         if sum(counts) * part.itemsize <= _PART_BYTES:
             if counts.count(counts[0]) == len(counts):
                 whole = None if gathered is None else [_as_bytes(gathered), MPI.BYTE]
@@ -188,10 +199,17 @@ class MpiTransport:
     ) -> np.ndarray:
         """Send each rank its part of `buffer`, and return what comes. **Collective**."""
         received = np.empty(sum(incoming), buffer.dtype) if out is None else out
+        # Displacements are C ints as well, so the parts of all ranks together must stay below 2
+        # GiB.
         limit = min(_PART_BYTES, (2**31 - 1) // self.size) // max(buffer.itemsize, 1)
         with self.occupancy:
+            # Ranks may choose differently here. Both ends of a long part know of it and leave it
+            # out of the `Alltoallv` of `_exchange`, which therefore fits the one below on ranks
+            # with short parts only.
             if max(*counts, *incoming) > limit:
                 self._exchange(_split(buffer, counts), _split(received, incoming), limit)
+            # Not decided by the own counts, which may be even on one rank only: `Alltoall` does not
+            # match `Alltoallv`.
             elif is_even:
                 goal = [_as_bytes(received), MPI.BYTE]
                 self.comm.Alltoall([_as_bytes(buffer), MPI.BYTE], goal)
@@ -202,10 +220,13 @@ class MpiTransport:
     def _exchange(self, sent: list[np.ndarray], received: list[np.ndarray], limit: int) -> None:
         """Send long parts one by one, as two ranks know of each, and short ones together."""
         requests = []
+        # Receives first, so that long parts need no buffer of the library. The parts of one pair
+        # need no tags: they arrive in the order in which they were sent (MPI 4.1, section 3.5).
         for move, parts in ((self.comm.Irecv, received), (self.comm.Isend, sent)):
             for rank, whole in enumerate(parts):
                 long = in_parts(whole) if whole.size > limit else []
                 requests += [move([_as_bytes(part), MPI.BYTE], rank) for part in long]
+        # NumPy concatenates no empty list.
         short = [part for part in sent if part.size <= limit] or [sent[0][:0]]
         counts = [part.size * (part.size <= limit) for part in sent]
         lengths = [part.size * (part.size <= limit) for part in received]
@@ -270,6 +291,7 @@ class MpiTransport:
 
     def close(self) -> None:
         """Free the communicator and what belongs to it. **Collective**."""
+        # Persistent requests belong to the communicator, and are freed before it.
         for each in self._rounds:
             each.free()
         if self.node is not None:
@@ -286,6 +308,7 @@ class MpiTransport:
 def _pairs(source: np.ndarray, target: np.ndarray) -> list[tuple[Any, np.ndarray]]:
     """Return what MPI takes to reduce `source` into `target`, in parts."""
     parts = in_parts(target)
+    # MPI forbids that send and receive buffer overlap. IN_PLACE is how both can be one array.
     if source is target:
         return [(MPI.IN_PLACE, part) for part in parts]
     if len(parts) == 1:
@@ -315,6 +338,8 @@ def in_parts(buffer: np.ndarray) -> list[np.ndarray]:
 
 def plan_windows(counts: Sequence[int], itemsize: int) -> list[tuple[int, list[int]]]:
     """Return, for each message of a gather, where each part starts and the lengths by rank."""
+    # The same on all ranks, so they make equally many calls. A rank whose part is over sends
+    # nothing in the later ones.
     length = max(_PART_BYTES // itemsize // len(counts), 1)
     starts = range(0, max(counts), length)
     return [(start, [min(max(each - start, 0), length) for each in counts]) for start in starts]

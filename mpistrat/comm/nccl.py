@@ -79,6 +79,8 @@ class NcclLink:
         xp = device.namespace()
         link = cls(device, nccl_library().NcclCommunicator(size, unique, rank), size)
         numbers = xp.full(_TRIED_LENGTH, rank + 1, dtype=np.int32)
+        # Tried once with numbers whose sum is known: NCCL may connect and then hang or return wrong
+        # sums.
         link.all_reduce(ReduceOp.SUM, numbers, numbers)()
         if not bool((numbers == size * (size + 1) // 2).all()):
             raise RuntimeError("NCCL has returned wrong numbers")
@@ -96,6 +98,7 @@ class NcclLink:
 
     def waits_since(self) -> float | None:
         """Return when the oldest reduction that has not ended was begun. Called by any thread."""
+        # `_queue` replaces the list and never shortens it in place, so any thread may read it.
         for done, began_s, *_ in list(self._under_way):
             if not done.done:
                 return began_s
@@ -104,6 +107,7 @@ class NcclLink:
     def abort(self, error: CollectiveTimeoutError) -> None:
         """End all reductions, with anything as result; those that follow raise `error`."""
         # Called by a thread that is not the program's.
+        # Before the abort: waits that it ends then raise, and do not return the wrong numbers.
         self._failure = error
         with self._device.current():
             self._communicator.abort()
@@ -123,6 +127,8 @@ class NcclLink:
         library, stream = self._library, self._stream
         dtype = getattr(library, f"NCCL_{source.dtype.name.upper()}")
         with self._device.current():
+            # NCCL works on its own stream, which must not start before the program's kernels have
+            # written `source`.
             stream.wait_event(Stream.current().record())
             function(
                 *(address_of(source), address_of(target), source.size, dtype),

@@ -37,6 +37,8 @@ def _share(comm: MPI.Comm, num_bytes: int, is_sparse: bool) -> NodeFile | None:
     file = None if place is None else map_file(place, num_bytes)
     is_shared = all_of(comm, file is not None)
     if made is not None:
+        # Only now: /proc/PID/fd/N exists only as long as this rank has the file open, and by now
+        # every other rank has opened it or has failed to.
         made.close()
     return file if is_shared else None  # on all ranks, or on none
 
@@ -59,6 +61,7 @@ class NodeFile:
         """Tells files apart."""
         self._handle = handle
         if handle is not None:
+            # Only the lock needs the handle: a mapping stays valid when it is closed (mmap(2)).
             weakref.finalize(self, os.close, handle)
 
     @classmethod
@@ -87,6 +90,7 @@ class NodeFile:
         try:
             with revoked_on_loss(node):
                 tokens = node.allgather(known)
+            # Every rank of the node has the tokens of all, so all return here, or none.
             if known is not None and tokens.count(known) == len(tokens):
                 return None
             with revoked_on_loss(node):
@@ -130,6 +134,7 @@ class MemoryFile:
     def new(cls, num_bytes: int) -> MemoryFile:
         """Return a file of `num_bytes` zeros and a token."""
         made = cls(os.memfd_create("mpistrat"), os.urandom(_TOKEN_BYTES))
+        # The token lies behind the memory, where no rank writes. Pages of a hole read as zeros.
         os.truncate(made._handle, num_bytes + _TOKEN_BYTES)
         os.pwrite(made._handle, made.place[1], num_bytes)
         return made

@@ -27,6 +27,7 @@ def combine(op: ReduceOp, pieces: np.ndarray) -> np.ndarray:
     size, step = len(pieces), 1
     with np.errstate(all="ignore"):
         while step < size:
+            # The first slice ends where rows have no neighbour: these wait for a later step.
             combine_pair(op, pieces[: size - step : 2 * step], pieces[step :: 2 * step])
             step *= 2
     return finish(op, pieces[0], size)
@@ -76,6 +77,7 @@ def _select(op: ReduceOp, target: np.ndarray, other: np.ndarray) -> None:
 
 def _multiply_complex(target: np.ndarray, other: np.ndarray) -> None:
     # NumPy's own product rounds once or twice (FMA), depending on an element's place in memory.
+    # Kept until the end: the imaginary part below still needs the old real part.
     real = target.real * other.real - target.imag * other.imag
     target.imag = target.real * other.imag + target.imag * other.real
     target.real = real
@@ -134,6 +136,7 @@ def compiled_function(op: ReduceOp, dtype: np.dtype) -> tuple[int, int] | None:
             return None
     if kind == "c" and op is ReduceOp.SUM:
         kind, itemsize = "f", itemsize // 2  # parts are added one by one; MEAN divides each
+    # Signed overflow is undefined in C; unsigned arithmetic wraps to the same bits.
     if kind == "i" and op in (ReduceOp.SUM, ReduceOp.PROD):
         kind = "u"
     number = _FUNCTIONS.get((op, f"{kind}{itemsize}"))

@@ -96,6 +96,8 @@ def plan_reduction(
     packs = []
     for group in plan_packs(num_bytes, keys, options.bytes_per_pack or _AUTOMATIC_BYTES_PER_PACK):
         wire = wires[group[0]]
+        # Decided by dtypes and shapes only, like the rest of the plan: the ranks agree on these, so
+        # every rank makes equal messages.
         is_uncast = all(kinds[i][0] == wire == results[i][1] for i in group)
         packs.append(_plan_pack(op, group, sizes, wire, keys[group[0]][1], is_uncast))
     is_single = len(kinds) == 1 and not (packs[0].is_reordered or packs[0].on_device)
@@ -116,6 +118,7 @@ def _plan_pack(
     ]
     small = [i for i, each in zip(group, is_small, strict=True) if each]
     large = [i for i, each in zip(group, is_small, strict=True) if not each]
+    # In elements of the wire's dtype, not in bytes.
     stops = list(itertools.accumulate(sizes[i] for i in small))
     dtype = as_ordered_integers(op, np.empty(0, wire)).dtype  # floats have no total order
     return Pack(

@@ -46,6 +46,7 @@ class Message:
         """Flatten into one buffer; the function returned copies the result back."""
         if len(self.sources) == 1:
             source, target = self.sources[0], self.targets[0]
+            # The result replaces the buffer, and a source must not be written to.
             if target is not source:
                 np.copyto(target, source)
             return target, _nothing
@@ -133,6 +134,7 @@ class ReusedPacking:
         for each, message in zip(self._packs, self.messages, strict=True):
             sources = [arrays[position] for position in each.large]
             if each.small:
+                # Joined and reduced in the same memory: the next call overwrites it anyway.
                 joined = message.targets[0]
                 self._library.join([arrays[position] for position in each.small], joined)
                 sources.insert(0, joined)
@@ -154,6 +156,7 @@ class ReusedDevicePacking:
         self._packs = []
         xp = namespace_of(arrays[0])
         with device.current():
+            # Kept to notice that the program has changed its stream: see `is_of_stream`.
             self._stream = Stream.current().pointer
             for each in plan.packs:
                 join = None
@@ -230,6 +233,7 @@ class _Packing:
             if self._native is None:
                 array = host_view(array)
             target = self._target(position, array, pack)
+            # Nothing to convert, and the program waits until the end: it is read where it lies.
             if not (self._copy or pack.is_reordered) and _is_plain(array, pack.wire):
                 source = array.view(pack.wire)  # C has two names for one integer
             else:
@@ -299,6 +303,7 @@ class _Packing:
                     cast_into(narrow, reduced)
                     reduced = narrow
                 results[position] = reduced
+        # If the results do not come in the form that `out` has, `unpack` copies them there.
         if self._out is not None:
             for result, target in zip(results, self._out, strict=True):
                 if result is not target:

@@ -37,6 +37,8 @@ class Pool:
         self._free: dict[int, list[_Memory]] = {}
         """By size; no list is empty."""
         self._lent: set[_Memory] = set()
+        # `append` and `pop` of a deque are atomic in CPython. A lock would deadlock: a destructor
+        # may run in the middle of `_lend`, on the thread that holds it.
         self._returned: deque[_Memory] = deque()
         self._num_bytes = 0
         self._used_bytes = 0
@@ -45,6 +47,7 @@ class Pool:
     def take(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Return an array with arbitrary content; its memory returns when the last view is gone."""
         num_bytes = math.prod(shape) * dtype.itemsize
+        # Arbitrary bytes are no valid references, so arrays of objects come from NumPy.
         if num_bytes < self._smallest or dtype.hasobject:
             return np.empty(shape, dtype)
         memory = self._last_returned(num_bytes) or self._lend(num_bytes)
@@ -54,12 +57,15 @@ class Pool:
 
     def _last_returned(self, num_bytes: int) -> _Memory | None:
         """Return the memory that was dropped last, if it fits: a loop drops what it takes next."""
+        # Without the lock, which takes longer than all the rest. `pop` gives each memory to one
+        # thread only.
         try:
             memory = self._returned.pop()
         except IndexError:
             return None
         if memory.size == num_bytes:
             return memory  # it is still in `_lent`
+        # `_take_back` sorts it in later.
         self._returned.append(memory)
         return None
 
@@ -71,6 +77,7 @@ class Pool:
             if num_bytes in self._free:
                 memory = self._pop_free(num_bytes)
             else:
+                # Before the new memory is taken, so that the pool never holds more than its peak.
                 self._make_room(most_used_bytes - num_bytes)
                 memory = self._new(num_bytes)
                 self._num_bytes += num_bytes
@@ -156,6 +163,7 @@ class _Lease:
     __slots__ = ("_memory", "_returned")
 
     def __init__(self, memory: _Memory, returned: deque[_Memory]) -> None:
+        # The lease, not the pool, keeps the memory alive: a result may outlive its strategy.
         self._memory = memory
         self._returned = returned
 

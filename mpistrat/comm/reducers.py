@@ -61,6 +61,7 @@ class MpiReducer:
         """Reduce each array of `message` to `root`. **Collective**."""
         joined, split = message.joined()
         self._transport.reduce(MOVES_AS[op], joined, root)
+        # Elsewhere anything may be in `joined` (see `Reducer.reduce`), so nothing is copied back.
         if self._transport.rank == root:
             self._finish(op, joined)
             split()
@@ -107,6 +108,7 @@ class ReduceScatterReducer:
                 unify_nan(target)
             return
         joined, split = message.joined()
+        # Each block is two collectives, and all ranks cut the buffer alike.
         for block in self._blocks(joined):
             lengths = slice_lengths(block.size, self._transport.size)
             block[...] = self._transport.all_gather(self._own_slice(op, block, lengths), lengths)
@@ -138,5 +140,7 @@ class ReduceScatterReducer:
         size = self._transport.size
         incoming = [lengths[self._transport.rank]] * size
         pieces = self._transport.all_to_all(block, lengths, incoming).reshape(size, -1)
+        # Rounded to 16 bits only once, at the end: a sum of many 16-bit floats would lose its small
+        # terms at each step.
         wide = cast(pieces, accumulator_dtype(block.dtype))
         return cast(combine(op, wide), block.dtype)

@@ -76,6 +76,8 @@ class MpiRound:
 
     def done(self) -> bool:
         """Return whether every rank has started this round."""
+        # `_end` is never 0. It is called to fill in `receive`. A request that is done is null or
+        # inactive, and testing it again returns true (MPI 4.1, section 3.7.3).
         return self.test() and bool(self._end())
 
     def _end(self) -> int:
@@ -121,6 +123,7 @@ class _NonblockingRound(MpiRound):
             request = comm.Iallreduce(self.send, self.receive, MPI.MAX)
 
         self.start = start
+        # Not `request.Test` itself: each `start` makes a new request.
         self.test = lambda: request.Test()
 
 
@@ -161,12 +164,14 @@ class GatheredRound(MpiRound):
                 request = comm.Iallgather(own, gathered)
 
             self.start = start
+            # As above: each `start` makes a new request.
             self.test = lambda: request.Test()
         else:
             self.start, self.test, self.free = request.Start, request.Test, request.Free
 
     def _end(self) -> int:
         own = self._outgoing
+        # Almost always all are equal, and comparing bytes is faster than a MAX.
         for each in self._others:
             if each != own:
                 self._values.max(axis=0, out=self.receive)
@@ -192,6 +197,7 @@ class GatheredRound(MpiRound):
             return functools.partial(library.combine_rows, *how)
 
         def write(target: np.ndarray) -> None:
+            # A copy, because `combine` overwrites its rows.
             rows = self._rooms[:, : target.nbytes].copy().view(dtype)
             target.reshape(-1)[...] = combine(op, rows)
 
@@ -221,6 +227,7 @@ class SharedRound:
             "turns": _TURNS,
         }
         """The numbers by name with which compiled code meets the other ranks."""
+        # `way` has the parameters of `round_meet`, in its order.
         self.meet = functools.partial(library.round_meet, *self.way.values())
         self.room = min(node.ROUND_BYTES, _ROOM_OF_ALL // node.size)
         """How many bytes may travel with a round."""
@@ -249,6 +256,7 @@ class SharedRound:
 
 def mpi_round(comm: MPI.Intracomm) -> MpiRound:
     """Return a new round over `comm`. **Collective**, without waiting."""
+    # Only the size decides, which is equal on all ranks: different collectives would not match.
     if comm.size <= GatheredRound.MOST_RANKS:
         return GatheredRound(comm)
     try:

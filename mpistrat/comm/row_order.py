@@ -38,6 +38,7 @@ class RowOrder:
             most_sums = max(most_sums, len(fold.nodes))
         self.num_rows = [len(nodes) for nodes in nodes_of_ranks]
         """How many rows each rank brings."""
+        # As `struct order` of native/sequences.h, by address.
         self._structure = np.array([most_sums, *self.num_rows, *combined], np.int64)
         self.pointer: int = self._structure.ctypes.data
         """The address of the C structure, valid as long as this object."""
@@ -49,6 +50,7 @@ class LocalRows:
     def __init__(self, library: Any) -> None:
         self._reduce = library.reduce
         self._line = np.zeros(32, np.int64)
+        # A sequence of one rank: its steps are complete as soon as it arrives, so nothing waits.
         self._sequence = StepSequence(0, 0, [self._line.ctypes.data])
 
     def combine(

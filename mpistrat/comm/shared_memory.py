@@ -39,6 +39,8 @@ class Arena:
         """Take back what was handed out."""
         start = address - self._base
         stop = start + _whole_pages(num_bytes)
+        # Free neighbours are merged at once. `take` looks for one part that is long enough, and
+        # would find none between many short ones that touch.
         i = bisect.bisect(self._free, (start, stop))
         if i < len(self._free) and self._free[i][0] == stop:
             stop = self._free.pop(i)[1]
@@ -50,6 +52,8 @@ class Arena:
     def leave(self, address: int, num_bytes: int) -> None:
         """Make what was handed out the memory of this process alone, with its content."""
         # Only in a process of one thread, such as a fork: others would see it empty for a moment.
+        # The rank continues to write to the shared pages. MAP_FIXED puts private pages at the same
+        # addresses (mmap(2)), so the arrays of the program keep their pointers and their content.
         content = ctypes.string_at(address, num_bytes)
         protection = mmap.PROT_READ | mmap.PROT_WRITE
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
@@ -62,6 +66,7 @@ def _whole_pages(num_bytes: int) -> int:
     return -(-num_bytes // _PAGE) * _PAGE
 
 
+# The class `mmap.mmap` cannot map to a given address.
 @functools.lru_cache
 def _mmap() -> Any:
     function = ctypes.CDLL(None, use_errno=True).mmap
@@ -82,11 +87,15 @@ _ARENA_BYTES = 2**26
 _ROUND_BYTES = 2**14
 _ROUND_HEAD = 64
 _PAGE = mmap.PAGESIZE
+# Of each rank, one behind the other: the line and the halves of the rounds, of the reductions, of
+# the reductions in the background, and the arena. The additional page of each has room for the
+# heads of the line and of its halves, and keeps the starts on whole pages.
 _ROUND_SEQUENCE_BYTES = 2 * _ROUND_BYTES + _PAGE
 _BACKGROUND_START = _ROUND_SEQUENCE_BYTES + _PAGE + 2 * _HALF_BYTES
 _ARENA_START = -(-(_BACKGROUND_START + _PAGE + 2 * _HALF_BYTES) // _PAGE) * _PAGE
 _BYTES_PER_RANK = _ARENA_START + _ARENA_BYTES
 
+# These must be changed together with the enum and `struct sequence` of native/sequences.c and .h.
 _HAS_LEFT = 24
 """Bytes from the start of a rank's line: whether it waits for others no longer."""
 _LINE_HEAD = 128
@@ -121,10 +130,13 @@ class StepSequence:
 
     def leave(self) -> None:
         """Have every rank leave the waits of this sequence, for good, from any thread."""
+        # Only this rank writes to its line, so this needs no lock. Who sleeps looks at it again
+        # within a few milliseconds, without being woken.
         self._has_left.value = 1
 
     def check(self) -> None:
         """Raise where a wait has ended because ranks leave."""
+        # A wait that ends because a different rank has left sets the flag of its own line too.
         if self._has_left.value:
             raise WaitLeft
 
@@ -160,6 +172,8 @@ class NodeMemory:
             for start, length in ((_ROUND_SEQUENCE_BYTES, _ARENA_BYTES), (_BACKGROUND_START, 0))
         )
         first = _LINE_HEAD + _ROUND_HEAD
+        # The two halves are used in turn: `half_of` in native/sequences.c takes the one of `step &
+        # 1`.
         self._brought = [
             [
                 memory[start : start + _ROUND_BYTES].data
@@ -169,6 +183,7 @@ class NodeMemory:
         ]
         self.shares_cores = shares_cores
         """Whether there are more ranks than cores."""
+        # Its thread waits while the main thread computes, and must not take a core from it.
         self.background.wait_busily(False)
         self.wait_busily(True)
         start = rank * _BYTES_PER_RANK + _ARENA_START

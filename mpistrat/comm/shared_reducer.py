@@ -36,6 +36,8 @@ class SharedMemoryReducer:
         self._contribute = functools.partial(
             memory.library.reduce_contribute, memory.reductions.pointer
         )
+        # One thread, which works in the order of the calls. So every rank reduces in the same
+        # order.
         self._background = Background("mpistrat-reductions")
         self._attached: Message | None = None
 
@@ -45,11 +47,15 @@ class SharedMemoryReducer:
 
     def attach(self, message: Message) -> None:
         """Copy in what others need of the first block of `message`."""
+        # Publishes the targets too: if those of all ranks are in arenas, each rank writes its slice
+        # to all of them, and nobody copies results out.
         self._contribute(*self.sizes, message.sources, message.targets)
         self._attached = message
 
     def detach(self) -> None:
         """Withdraw what was attached last."""
+        # For an empty message `reduce_contribute` arrives at no step, so there is none to take
+        # back.
         if self._attached is not None and self._attached.num_bytes:
             self.withdraw()
         self._attached = None
@@ -84,6 +90,8 @@ class SharedMemoryReducer:
 
     def all_reduce(self, op: ReduceOp, message: Message) -> None:
         """Reduce each array of `message`. **Collective**."""
+        # `_attached` is cleared before the reduction: from then on the others read the
+        # contribution, and `detach` must not withdraw it, even if the reduction raises.
         is_attached = self._attached is message
         self._attached = None
         with self._occupancy:
@@ -103,12 +111,16 @@ class SharedMemoryReducer:
         """
         function = compiled_function(op, targets[0].dtype)
         assert function is not None
+        # One half of a rank holds all of its rows of a block. So the rank with the most rows limits
+        # the block, which must be equal on all ranks.
         most = self._memory.BLOCK_BYTES // max(order.num_rows) // _ALIGNMENT * _ALIGNMENT
         sizes = min(_BLOCK_BYTES, most), _SMALL_BYTES // sum(order.num_rows)
         sequence, num_rows = self._memory.reductions, order.num_rows[self._memory.rank]
         way = sequence.pointer, function[0], divisor, function[1], order.pointer, num_rows
         with self._occupancy:
             self._memory.library.reduce(*way, *sizes, False, rows, targets)
+            # If a rank has left, the function in C has returned early, and anything may be in the
+            # targets.
             sequence.check()
 
     def reduce(self, op: ReduceOp, message: Message, root: int) -> None:
@@ -117,6 +129,8 @@ class SharedMemoryReducer:
 
     def start_all_reduce(self, op: ReduceOp, message: Message) -> Callable[[], object]:
         """Have a thread reduce each array of `message`; return the function that waits for it."""
+        # In a sequence of its own: the main thread may reduce at the same time, and a sequence
+        # counts the steps of one series of collectives.
         end = self._background.submit(lambda: self._reduce(self._memory.background, op, message))
 
         def wait() -> None:
@@ -145,14 +159,19 @@ class SharedMemoryReducer:
         assert function is not None
         sequence, library = memory.reductions.pointer, memory.library
         bounds = np.array(starts, np.int64) * itemsize
+        # One half holds a chunk for every rank.
         most = memory.BLOCK_BYTES // memory.size // _ALIGNMENT * _ALIGNMENT
         begin, longest = starts[memory.rank], int(np.diff(bounds).max())
         with self._occupancy:
+            # Every rank makes as many turns as the longest part needs, with empty chunks at the end
+            # of a shorter one: each turn is two steps, which all must arrive at.
             for at in range(0, longest, most):
                 where = (bounds.ctypes.data, at, most)
                 room = library.reduce_part(sequence, function[0], address_of(source), *where)
                 memory.reductions.check()
                 if room[1]:
+                    # In place, which is safe: nobody reads this half before `collect_parts` arrives
+                    # at the next step.
                     update(begin + at // itemsize, memory.view(*room).view(source.dtype))
                 library.collect_parts(sequence, 0 if target is None else address_of(target), *where)
                 memory.reductions.check()
@@ -189,6 +208,7 @@ class SharedMemoryReducer:
         assert function is not None
         number, itemsize = function
         divisor = self._memory.size if op is ReduceOp.MEAN else 1
+        # The 0 and 1 say: no row order, one row for each rank.
         self._memory.library.reduce(
             sequence.pointer,
             number,

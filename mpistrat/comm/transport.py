@@ -47,6 +47,7 @@ class Occupancy:
         self._calls.append(None)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        # First: `on_exit` may raise, and this thread would count as inside forever.
         self._calls.pop()
         if self.on_exit is not None:
             self.on_exit(error)
@@ -275,6 +276,7 @@ class SoloRound:
     """A round of one rank."""
 
     def __init__(self, num_values: int) -> None:
+        # One array for both: the largest values of one rank are its own.
         self.send = self.receive = np.zeros(num_values, np.uint64)
         self.start: Callable[[], object] = bool
         self.done: Callable[[], bool] = lambda: True

@@ -165,6 +165,8 @@ def _round(target: np.ndarray, array: np.ndarray) -> None:
         # Next to this number the spacing of the wide dtype is that of the subnormal numbers.
         mantissa_bits = np.finfo(array.dtype).nmant
         anchor = np.copysign(array.dtype.type(2.0 ** (mantissa_bits - _SUBNORMAL_BITS)), array)
+        # Adding the anchor rounds to the spacing of subnormal float16, to nearest and even, in one
+        # step; taking it away again is exact. `copysign` keeps the sign of zero.
         rounded = np.copysign((array + anchor) - anchor, array)
         array = np.where(is_small, rounded, array)
     target[...] = array
@@ -197,6 +199,7 @@ def as_ordered_integers(op: ReduceOp, buffer: Array) -> Array:
     for part in _parts(keys):
         is_nan = np.isnan(part.view(buffer.dtype))
         _flip_negatives(part)
+        # The integer that wins under `op`: a NaN of any rank is then the result, as in NumPy.
         part[is_nan] = _beyond(op, keys.dtype)
     return keys
 

@@ -52,6 +52,7 @@ def _parts(array: Array, counts: list[int]) -> list[object]:
 
 
 def _sendrecv(comm: MPI.Intracomm, put: _Put, length: int) -> tuple[Array, np.ndarray]:
+    # Wrong numbers at first: an exchange that does nothing must not pass.
     own, received = put(_numbers(comm.rank, length)), put(_numbers(-1, length))
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     _ready(own, received)
@@ -175,6 +176,7 @@ def _try(comm: MPI.Intracomm, memory: str, first_device: int) -> int:
         put(np.zeros(2**20, np.float32))
     except Exception as error:  # cupy raises its own types
         obstacle = f"{type(error).__name__} on rank {comm.rank}: {error}"
+    # Before any device memory travels: a rank without a GPU would leave the others waiting.
     obstacles = list(filter(None, comm.allgather(obstacle)))
     if obstacles:
         if comm.rank == 0:
@@ -182,11 +184,14 @@ def _try(comm: MPI.Intracomm, memory: str, first_device: int) -> int:
         return _UNABLE
     if comm.rank == 0:
         _print_report("begun", comm, f"{memory} memory")
+    # Nobody crashes before rank 0 has reported that the exchange has begun: the parent reads a
+    # crash after that report as a failure of MPI.
     comm.Barrier()
     try:
         wrong = wrong_operations(comm, put)
     except Exception as error:  # MPI and cupy raise their own types
         _print_report("failed", comm, f"{type(error).__name__} on rank {comm.rank}: {error}")
+        # The other ranks may wait inside an operation that this one has left.
         abort_world(_FAILED)
         raise
     everywhere = dict.fromkeys(chain.from_iterable(comm.allgather(wrong)))
@@ -225,6 +230,7 @@ def main(arguments: list[str] | None = None) -> int:
         help="time limit (default: %(default)s s)",
     )
     args = parser.parse_args(arguments)
+    # The process may well crash, and nobody wants its core file.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     # It ends this process even if the library hangs or the parent has ended.
     faulthandler.dump_traceback_later(args.limit, exit=True)

@@ -68,6 +68,8 @@ def try_exchange(
     end = time.monotonic() + limit_s
     command = exchange_command(device_index, memory, limit_s)
     try:
+        # In children: a library that reads device memory as host memory crashes, and must not take
+        # this rank with it.
         trials = [run_trial([*mpiexec(2, limit_s), *command], end - time.monotonic())]
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         trials = [Trial(Outcome.OPEN, f"no exchange between two processes: {error}")]
@@ -106,6 +108,7 @@ def _read(program: Program, code: int | None, limit_s: float) -> Trial:
     stages = {report["exchange"]: report for report in reports}
     num_processes = min((report["num_processes"] for report in reports), default=0)
     who = _count(num_processes)
+    # First: a child that has reported wrong numbers may still be hanging, or have ended in any way.
     if "failed" in stages:
         text = f"an exchange {who} failed: {stages['failed']['text']}"
         return Trial(Outcome.FAILED, text, num_processes)
@@ -181,6 +184,7 @@ def cuda_awareness(
     if agreed.answer is not Answer.CLAIMED:
         return agreed
     # One trial per node, because the children of all ranks would load cupy from the same disk.
+    # The strongest answer: ranks that try nothing do not weaken that of their node.
     own = CudaAwareness(Answer.PROVED, ())
     if world.local_rank == 0:
         own = _tried(agreed, lambda: attempt(device.index))
@@ -208,8 +212,11 @@ def _weakest(comm: MPI.Intracomm, own: CudaAwareness) -> CudaAwareness:
     """Return the weakest of the answers of all ranks. **Collective**."""
     from mpi4py import MPI
 
+    # One MIN of one number finds the weakest answer, and the lowest rank that has it.
     number = np.array([own.answer * comm.size + comm.rank], np.int64)
     lowest = np.empty_like(number)
+    # Nonblocking, with sleeps: a blocking call would spin on the core that the trial of a different
+    # rank needs.
     request = comm.Iallreduce(number, lowest, MPI.MIN)
     while not request.Test():
         time.sleep(_POLL_S)

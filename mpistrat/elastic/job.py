@@ -140,10 +140,16 @@ class ElasticJob:
                     elif self._strategies:
                         self.state.meet(self._ranks, what)
                 except Exception as raised:
+                    # An error of the program, the same on all ranks or not: repeating the call
+                    # would not help.
                     if not self.is_loss(raised):
                         raise
                     error = raised
+                # Every rank comes here, with or without an error: only all together may keep the
+                # results.
                 if self._agree(error is None):
+                    # After the agreement. Before it, a rank might keep what a different one never
+                    # received, and the two would restore different states.
                     keep()
                     for do in self.commits:
                         do()
@@ -188,6 +194,8 @@ class ElasticJob:
         from mpi4py import MPI
 
         if not isinstance(error, CollectiveError | MPI.Exception):
+            # Open MPI has ended collectives without an error that lacked the data of a dead rank.
+            # Then any error of the program may be the consequence.
             return bool(failed_ranks(self._comm)) or is_revoked(self._comm)
         # The monitors may know before MPI does.
         channels = [each.extended._replica_set.ranks.channel for each in self._strategies]
@@ -202,12 +210,14 @@ class ElasticJob:
         if self._comm.size == 1:
             return is_well
         if not is_well:
+            # Ranks that wait for this one inside the unit would never come to the agreement.
             self._revoke()
         # Those that are well have met before. What can miss here has stopped in between.
         self._flag[0] = is_well
         try:
             self._agreement = self._comm.Iagree(self._flag)
             self._wait(self._agreement.Test)
+        # ULFM raises here on all survivors alike if a rank has died, so all undo the unit.
         except MPI.Exception:
             return False
         return bool(self._flag[0])
@@ -228,6 +238,7 @@ class ElasticJob:
             time.sleep(_REST_S)
             if channel is None:
                 continue
+            # So that ranks that ask see this one waiting, and not computing.
             channel.waiting = (_END, began)
             if waited_s > limit_s:
                 channel.stuck_at = call_site()  # this agreement stays open, as a round would
@@ -250,11 +261,14 @@ class ElasticJob:
         from mpi4py import MPI
 
         began, before = time.monotonic(), self._comm
+        # In reverse: an earlier step may be what a later one was based on.
         for undo in reversed(self._undos):
             undo()
         self._forget_actions()
         while True:
             self._revoke()
+            # A rank may die during the recovery as well. Then some rank fails below, all agree on
+            # that, and all shrink again.
             self._comm = self._without_lost()
             is_well = True
             try:
@@ -268,6 +282,7 @@ class ElasticJob:
             if self._agree(is_well):
                 break
         for optimizer in self._optimizers:
+            # Prepared steps hold reductions on the transport that is gone.
             optimizer._prepared.clear()
         if len({number for _, number in of_ranks}) > 1:
             raise CollectiveError(

@@ -68,6 +68,7 @@ class ElasticState:
             self._mirrored.pop(key, None)
             self._copies = None
 
+        # Weak, or the job would keep every variable of the program alive.
         self._mirrored[key] = weakref.ref(variable, forget)
         self._copies = None
 
@@ -91,6 +92,7 @@ class ElasticState:
             arrays = [each._storage for each in found if each is not None]
             self._copies = [(each, each.copy()) for each in arrays]
         else:
+            # The memory of the last copies is used again: a job makes one copy per step.
             for storage, copy in self._copies:
                 copy[...] = storage
         return self._copies
@@ -98,6 +100,7 @@ class ElasticState:
     def restore(self, copies: Copies) -> None:
         """Have what all variables held before, for the replicas that this rank has now."""
         for storage, copy in copies:
+            # In place, because views of the variable and prepared steps refer to this memory.
             storage[...] = copy
         of_variables = self._kept_components()
         for number, variable in list(self._on_read.items()):
@@ -114,6 +117,8 @@ class ElasticState:
             while begin < end:
                 number, size = _NUMBERS.unpack_from(text, begin)
                 begin += _NUMBERS.size
+                # By the layout of that time: ranks send the components without saying whose they
+                # are.
                 for replica in layout.replicas_of(rank):
                     found.setdefault(number, {})[replica] = text[begin : begin + size]
                     begin += size
@@ -199,6 +204,7 @@ def _exchanged(call: Call, signature: Signature, own: bytes) -> list[bytes]:
     joined = np.frombuffer(_HEAD.pack(len(own)) + own, np.uint8)
     piggyback = transport.piggyback if call.channel.checks else None
     room = _SHORT if piggyback is None else piggyback.room
+    # Before the agreement, which then carries the first bytes of every rank.
     if piggyback is not None:
         piggyback.attach(joined[:room])
     call.agree_on(signature)
@@ -215,6 +221,8 @@ def _exchanged(call: Call, signature: Signature, own: bytes) -> list[bytes]:
             row[_HEAD.size : min(stop, room)].tobytes()
             for row, stop in zip(rows, stops, strict=True)
         ]
+        # The same on all ranks, as each has the lengths of all: so all make this second call, or
+        # none.
         if max(stops) > room:
             rest = [max(each - room, 0) for each in stops]
             more = transport.all_gather(joined[room:], rest)

@@ -38,6 +38,7 @@ class ElasticReplicas(PerReplica[Any]):
     def _renew(self) -> None:
         """Have the components of the replicas that this rank has now."""
         ids = self._replica_set.ids
+        # Almost always: the replicas of this rank change only after a loss.
         if ids == self._ids:
             return
         if self._again is None:

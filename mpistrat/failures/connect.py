@@ -76,6 +76,8 @@ def open_last_channel(limit_s: float, has_failed: bool) -> Channel | None:
         return None
     if has_failed:
         return open_channel(comm, limit_s)
+    # It makes the same calls as the one that `open_channel` makes, so it matches a rank that opens
+    # its first strategy.
     rendezvous = Rendezvous(comm, opens=False)
     if not _wait(rendezvous, limit_s) or not rendezvous.is_wanted():
         return None
@@ -146,6 +148,7 @@ def open_group(parent: Channel, key: tuple[str, int], ranks: Sequence[int]) -> C
         from mpistrat.comm.mpi_transport import MpiTransport
 
         of_all: Any = parent.transport
+        # The lowest rank as colour: unique for each group, and known without a message.
         comm = of_all.comm.Split(ranks[0], parent.rank)
         channel = GroupChannel(MpiTransport(comm), parent.timeout_s, parent, ranks)
         _watch(channel, forget)
@@ -191,9 +194,11 @@ def _connect_peers(channel: Channel, handlers: Mapping[str, Handler]) -> None:
     choices = settings_at_the_end()
     monitor = _own_monitor() if choices.watch else None
     address = None if monitor is None else [*vars(monitor.address).values()]
+    # A secret of this job: a monitor answers only those who know it.
     key = os.urandom(16).hex() if channel.rank == 0 else ""
     own = [address, key, choices.checks, keeps_survivors(), not why_not_tolerant()]
     facts = channel.exchange(own)
+    # Any: one launcher that keeps survivors alive sends the signal to ranks on every node.
     if any(keeps for *_, keeps, _ in facts):
         _ignore_notice()
     # Ranks that check nothing would leave those that do waiting.

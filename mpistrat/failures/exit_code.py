@@ -47,6 +47,8 @@ class _ExitCode:
         """Return `leave`, such as `sys.exit`, as a function that notes its code."""
 
         def noted(status: Any = None, /) -> Any:
+            # The system keeps the low 8 bits of a number. Python prints anything else but None, and
+            # exits with 1.
             is_number = isinstance(status, int)
             self.asked = int(status) & 0xFF if is_number else int(status is not None)
             return leave(status)
@@ -92,6 +94,7 @@ def note_exit_code(only_if_tolerant: bool = False) -> None:
 
 def _has_returned(frame: FrameType) -> bool:
     """Return whether the code of a frame has come to its end, and was not left by an exception."""
+    # A frame that an exception has left has stopped at an instruction other than a return.
     last = frame.f_lasti
     return last >= 0 and dis.opname[frame.f_code.co_code[last]].startswith("RETURN_")
 

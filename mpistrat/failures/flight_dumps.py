@@ -170,10 +170,14 @@ def _after_last_round() -> None:
 
 def _listen() -> None:
     """Dump on SIGUSR2, also while the main thread is inside the MPI library."""
+    # Python lets only the main thread set signal handlers.
     if threading.current_thread() is not threading.main_thread():
         return
     _dumps.previous_handler = signal.getsignal(signal.SIGUSR2)
+    # Python runs handlers between bytecodes of the main thread, which may be inside MPI. The
+    # wake-up descriptor is written to by C, at once.
     reader, writer = os.pipe()
+    # A full pipe must not block the signal handler; Python requires this too.
     os.set_blocking(writer, False)
     previous_writer = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     if previous_writer != -1:  # an event loop uses it, and needs it more

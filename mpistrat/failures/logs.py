@@ -97,6 +97,8 @@ def flush() -> None:
 
 def close() -> None:
     """Print all queued lines, and from now on each line at once."""
+    # Taken away first: a line that is logged from now on is printed at once, and not left in a
+    # queue that nobody empties.
     forwarder, _output.forwarder = _output.forwarder, None
     if forwarder is not None:
         forwarder.flush(_FLUSH_LIMIT_S, print_all=True)
@@ -179,6 +181,7 @@ class LogForwarder:
         self._queue: queue.SimpleQueue[Line | _Mark] = queue.SimpleQueue()
         self._merger = LineMerger(print_line)
         self._num_dropped = 0
+        # Reentrant, because a signal handler that logs may interrupt the thread that has it.
         self._lock = threading.RLock()
         self._alone_until = 0.0
         threading.Thread(target=self._work, name="mpistrat-output", daemon=True).start()
@@ -202,6 +205,7 @@ class LogForwarder:
             items = self._next_items()
             self._print_or_send([each for each in items if isinstance(each, Line)])
             self._merger.print_due()
+            # After the lines: a mark stands for all lines that were queued before it.
             for mark in (each for each in items if isinstance(each, _Mark)):
                 if mark.print_all:
                     self._merger.print_all()
@@ -240,6 +244,8 @@ class LogForwarder:
         with contextlib.suppress(Exception):
             if channel.peers.deliver(texts):
                 return True
+        # Each question to a rank 0 that does not answer costs a time limit, and the queue would
+        # fill up.
         self._alone_until = time.monotonic() + _ALONE_S
         return False
 
@@ -283,7 +289,9 @@ class LineMerger:
 
     def add(self, line: Line) -> None:
         """Add a line, to be printed when it is due."""
+        # A group holds its channel, so the id is not used for a different one meanwhile.
         same = self._open.setdefault((id(line.channel), line.text), [])
+        # A second equal line of one rank is a repetition, and belongs to a group of its own.
         group = next((each for each in same if line.rank not in each.ranks), None)
         if group is None:
             group = _Group(line, self._clock() + WINDOW_S)

@@ -76,6 +76,7 @@ def find_lost(channel: Channel) -> bool:
     comm = getattr(channel.transport, "comm", None)
     ranks = [] if comm is None else failed_ranks_now(comm)
     for rank in ranks:
+        # What a monitor has reported says more, and stays.
         channel.departures.found.setdefault(rank, Departure("ended", "gone"))
     return bool(ranks)
 
@@ -161,6 +162,7 @@ def is_given_up(channel: Channel) -> bool:
 def _has_newer(channel: Channel, channels: Sequence[Channel]) -> bool:
     """Return whether the ranks of `channel` but those that are lost have a newer one."""
     members = set(channel.transport.world_ranks)
+    # Channels are registered in the order in which they were opened.
     newer = channels[channels.index(channel) + 1 :]
     return any(
         each.closed is None and members - process.lost <= set(each.transport.world_ranks)

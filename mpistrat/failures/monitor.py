@@ -46,6 +46,7 @@ class Address:
 
     def connect(self, limit_s: float) -> socket.socket:
         """Return a connection."""
+        # The monitor of a job on one node listens on the loopback interface only.
         here = self.host == socket.gethostname()
         host = "127.0.0.1" if here else self.host
         connection = socket.create_connection((host, self.port), limit_s)
@@ -90,6 +91,8 @@ class Question:
 
     def is_awaited(self) -> bool:
         """Return whether the peer still waits for the answer."""
+        # A peer that waits has sent nothing more, so there is nothing to read. One that has given
+        # up has closed its end, and `recv` returns no bytes. MSG_PEEK takes nothing away.
         self.connection.setblocking(False)
         try:
             return bool(self.connection.recv(1, socket.MSG_PEEK))
@@ -135,6 +138,8 @@ class Monitor:
         self._callers: list[_Caller] = []
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._server, selectors.EVENT_READ, self._accept)
+        # A fork inherits the sockets. If it kept them open, the connections of this rank would not
+        # break when it dies, and nobody would notice.
         os.register_at_fork(after_in_child=self._forget)
         threading.Thread(target=self._serve, name="mpistrat-monitor", daemon=True).start()
 
@@ -144,6 +149,7 @@ class Monitor:
 
     def remove(self, key: str) -> None:
         """Answer no more questions with `key`, and end the watches that came with it."""
+        # Both at once: a watcher that is added between them would never get an end.
         with self._lock:
             self._handlers.pop(key, None)
             watchers = self._watchers.pop(key, [])
@@ -168,6 +174,8 @@ class Monitor:
             if not received:  # the process ended without `announce_exit`
                 on_break()
 
+        # Allowed while the thread of the monitor waits: epoll takes a new descriptor at any time
+        # (epoll_wait(2)).
         self._selector.register(connection, selectors.EVENT_READ, read)
         return is_over
 
@@ -238,6 +246,7 @@ class Monitor:
     def _drop_overdue(self) -> None:
         """Close connections whose question is overdue."""
         now = time.monotonic()
+        # In the order in which they have connected, so the first one is due first.
         while self._callers and (
             self._callers[0].due_s < now or len(self._callers) > _max_callers()
         ):
@@ -248,6 +257,8 @@ class Monitor:
     def _answer(self, connection: socket.socket, question: bytes) -> None:
         try:
             connection.settimeout(_PATIENCE_S)
+            # With the time limit above: a peer that does not read its answer must not hold up all
+            # others.
             answer = self._reply(connection, json.loads(question))
             if answer is not None:
                 connection.sendall(json.dumps(answer).encode() + b"\n")
@@ -266,6 +277,7 @@ class Monitor:
         handlers = self._handlers[key]
         if question["ask"] == "watch":
             with self._lock:
+                # `remove` may have run since the key was found, on a different thread.
                 if key not in self._handlers:
                     raise KeyError("removed just now")
                 self._watchers.setdefault(key, []).append(connection)

@@ -84,6 +84,8 @@ class MonitorClient(Peers):
         if process.monitor is not None:
             process.monitor.remove(self._key)
         if self._watch is not None:
+            # The monitor's thread closes the connection when the neighbour ends its side. So
+            # `strategy.close()` returns with the descriptor closed.
             self._watch.wait(_LIMIT_S)
 
     def handlers(self) -> dict[str, Handler]:
@@ -125,8 +127,11 @@ class MonitorClient(Peers):
             if answer is not None:
                 return answer
         except ConnectionError:
+            # The system refuses connections to a process that is gone, and resets those it had.
             return place | {"state": RankState.GONE}
         except TimeoutError:
+            # The system accepts connections for a stopped process too, up to the backlog. So
+            # silence means that the process is there.
             suspended = address.host == socket.gethostname() and is_suspended(address.pid)
             return place | {"state": RankState.STOPPED if suspended else RankState.SILENT}
         except (OSError, ValueError):
@@ -197,6 +202,8 @@ class MonitorClient(Peers):
         """Do `describe`, and keep ranks that are missing from coming; ``None`` without any."""
         channel = self._channel
         details = {"sender": channel.rank, "number": channel.ledger.sequence}
+        # Each answer is also a decision: a rank that says that it comes does not find this
+        # departure, and one that does not finds it before it waits.
         found = self.ask_all(self.others(), departure=departure, **details)
         # A rank that does not answer may come all the same, and finds that it has been given up.
         if all(each.get("comes") for each in found.values()):
@@ -227,6 +234,7 @@ class MonitorClient(Peers):
         """Report to every rank that the process of `rank` has died, once that is certain."""
 
         def report() -> None:
+            # A broken connection alone is no proof.
             if self._has_left or self.ask(rank)["state"] != RankState.GONE:
                 return
             place = self._addresses[rank]
@@ -241,6 +249,8 @@ class MonitorClient(Peers):
     def report_failure(self) -> None:
         """Report to every other rank, soon, that a function has failed here."""
         # Not if this rank comes to a collective meanwhile, which shows it too.
+        # Set before `_is_reporting` is looked at: a report that is under way covers this failure
+        # too.
         ledger, self._failed_at = self._channel.ledger, self._channel.ledger.sequence
         if self._is_reporting:
             return
@@ -267,6 +277,8 @@ class MonitorClient(Peers):
     def note_departure(self, rank: int, departure: Departure) -> None:
         """Have the next collective fail, as `rank` will never come to it, from any thread."""
         self._channel.departures.found.setdefault(rank, departure)
+        # MPI itself ends its waits for a dead rank there. Nothing but this ends a wait in shared
+        # memory.
         if departure.act == "ended" and self._channel.is_tolerant:
             self._channel.transport.leave_waits()
 
@@ -293,6 +305,7 @@ class MonitorClient(Peers):
         if 0 not in lost:
             return True
         survivors = [rank for rank in range(channel.size) if rank not in lost]
+        # The lowest survivor reports first and tells the others, which still sleep here.
         time.sleep(_POLL_S * min(survivors.index(channel.rank), _MAX_TURNS))
         if not channel.is_reported:
             self.report_end_of_job(_SHORT_LIMIT_S)

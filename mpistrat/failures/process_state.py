@@ -48,6 +48,7 @@ class _ProcessState:
         return not self.is_fork and not self.has_left and not self.is_over()
 
     def _before_fork(self) -> None:
+        # By thread: two threads may fork at the same time.
         self._fork.pipe = None
         # The child copies results that lie in shared memory; until then the parent must not go on.
         if any(channel.pool.lends_shared_memory() for channel in self.channels):
@@ -56,6 +57,8 @@ class _ProcessState:
     def _after_fork(self) -> None:
         if self._fork.pipe is not None:
             read, write = self._fork.pipe
+            # Otherwise the read below would wait forever if the new process ends before it has
+            # written.
             os.close(write)
             os.read(read, 1)  # returns nothing if the new process has ended
             os.close(read)
@@ -66,6 +69,7 @@ class _ProcessState:
             channel.close_in_fork()
         if self._fork.pipe is not None:
             read, write = self._fork.pipe
+            # After the copies: from here on, the parent may write to the shared memory again.
             os.write(write, b"x")
             os.close(write)
             os.close(read)

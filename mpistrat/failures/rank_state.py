@@ -60,6 +60,8 @@ def rank_state(channel: Channel, channels: Sequence[Channel], has_left: bool) ->
     }
     others = (each for each in channels if each is not channel and each.waiting is not None)
     waits_elsewhere = next(others, None)
+    # Before `has_left`: ranks that are stuck in one round and have left the program learn by this
+    # which of them is the lowest, and ends the job (`_extra_s` in shutdown.py).
     if channel.stuck_at is not None:
         return found | {"state": RankState.HERE, "site": channel.stuck_at}
     if channel.waiting is not None:
@@ -115,4 +117,5 @@ def is_suspended(pid: int) -> bool:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return False
+    # The name of the program, in parentheses, may contain blanks and parentheses itself (proc(5)).
     return stat.rpartition(")")[2].split()[0] in "Tt"

@@ -59,6 +59,8 @@ class Rendezvous:
             self.comm, self._request = shrunk, MPI.REQUEST_NULL
         else:
             self.comm, self._request = comm.Idup()
+        # The MAX shows whether any rank opens a channel, and by the complement whether all versions
+        # are equal.
         self._send = np.array([opens, own, _MASK - own], np.uint64)
         self._receive = np.zeros_like(self._send)
         self._op = MPI.MAX
@@ -73,6 +75,8 @@ class Rendezvous:
         """Return whether every rank has come."""
         if not self._request.Test():
             return False
+        # Not earlier: the duplicate may be used only once the request of Idup is done (MPI 4.1,
+        # section 7.4.2).
         if not self._is_reducing:
             self._is_reducing = True
             self._request = self.comm.Iallreduce(self._send, self._receive, self._op)
@@ -89,6 +93,8 @@ class Rendezvous:
     def is_wanted(self) -> bool:
         """Return whether any rank opens a channel; if not, free the duplicate."""
         is_wanted = bool(self._receive[0])
+        # Free is collective. The maximum is the same on all ranks, so all of them free it, or none
+        # does.
         if not is_wanted:
             self.comm.Free()
         return is_wanted
@@ -99,6 +105,7 @@ class Rendezvous:
         if largest == _MASK - smallest:
             return
         facts = [_INSTALLED, str(Path(__file__).parents[1]), platform.node()]
+        # JSON, because ranks with different versions are exactly the case here.
         text = json.dumps(facts).encode()
         found = [json.loads(each) for each in self._all_gather(text)]
         self.comm.Free()

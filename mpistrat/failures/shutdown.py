@@ -77,6 +77,8 @@ def _at_exit() -> None:
         if process.channels:
             _end("ended (left the program)", place, {}, None)
             process.channels = []  # all their ranks have ended
+        # Ranks outside of these channels may still make their first strategy on all ranks, and
+        # would wait for this one.
         if not is_alone and _open_last_channel(_PARTING_S):
             _end("ended (left the program)", place, {}, None)
     logs.close()
@@ -94,6 +96,7 @@ def _report(failure: exit_hooks.Failure) -> bool:
     """Have one rank report a failure for all, and return whether one does."""
     if isinstance(failure.error, LaunchError) and not process.channels:
         # Each rank meets it alone, or all together.
+        # The rank that reports needs a moment: many launchers end all ranks when one has failed.
         if failure.error._is_reported_elsewhere:
             time.sleep(_PRINT_S)
         else:
@@ -111,6 +114,7 @@ def _report(failure: exit_hooks.Failure) -> bool:
         if not getattr(failure.error, "_is_reported_elsewhere", False):
             exit_hooks.show(failure, format_failure(*failure))
         return True
+    # An abort ends the process without flushing, and the output before the traceback would be lost.
     sys.stdout.flush()
     site = failure_site(failure.trace)
     closed = [channel.closed for channel in process.channels]
@@ -131,12 +135,14 @@ def _end_on_channels(
     text: str | None,
     interruption: exit_hooks.Interruption,
 ) -> None:
+    # First: from now on the monitor answers that this rank has left the program.
     process.has_left = True
     losses.leave_replaced()
     # Before the others learn that this rank has ended, so that rank 0 has all lines in the end.
     logs.flush()
     # The largest group reports: its rank numbers are those that the user knows.
     channels = sorted(process.channels, key=lambda channel: -channel.size)
+    # One open round is enough: see `_LastRound`.
     stuck = next((channel for channel in channels if channel.stuck_at is not None), None)
     last_rounds = []
     for channel in channels:
@@ -171,6 +177,8 @@ def _end_on_channels(
     for channel in channels:
         if not channel.pending:
             channel.transport.drain()
+    # Last: from here on, a broken connection to this process is no news to the rank that watches
+    # it.
     if process.monitor is not None:
         process.monitor.announce_exit()
 
@@ -192,6 +200,7 @@ def _others_end(
         if interruption.is_asked and not is_hurried:
             # The others have been interrupted too, and will end soon or never.
             is_hurried, since = True, time.monotonic()
+        # They may be in `Shrink()`, which waits for this rank, and this rank waits for them.
         if not is_hurried and any(losses.is_given_up(each.channel) for each in last_rounds):
             is_hurried, since = True, time.monotonic()
         may_abort = has_failed or is_hurried or any(each.is_stuck for each in last_rounds)
@@ -200,6 +209,8 @@ def _others_end(
         if may_abort and not is_idle and time.monotonic() - since > limit_s - _ASK_S:
             is_idle = not any(_is_root_at_work(each.channel) for each in last_rounds)
             if not is_idle:
+                # Rank 0 is asked again in about a second; a full limit would keep the job for too
+                # long once it has finished.
                 since = time.monotonic() - limit_s + _TURN_S
         if is_idle and time.monotonic() - since > limit_s:
             return False
@@ -240,6 +251,7 @@ class _LastRound:
         """Return whether every rank of the channel is known to have ended."""
         if self._is_done or self.is_stuck or not self._begin():
             return self._is_done
+        # Before the round is tested: with a dead rank it may never end.
         if process.outlives_losses and losses.find_lost(self.channel):
             losses.leave_lost(self.channel)
             self._is_done = True
@@ -256,6 +268,7 @@ class _LastRound:
             if self._has_outlived:
                 self._is_done = True
                 return True
+            # All bring the same, so no rank waits for an exchange of reports.
             if self.channel.all_ended_well():
                 process.when_all_have_ended()
                 self._is_done = True
@@ -269,6 +282,8 @@ class _LastRound:
         for rank, report in enumerate(reports):
             if report["ended"]:
                 self.reports[rank] = report
+        # Some rank has brought a call. It knows by now that this one has ended, and raises. The
+        # next round shows whether it has ended too.
         self._is_done = self.channel.all_ended()
         if not self._is_done:
             self._start()
@@ -316,6 +331,7 @@ class _LastRound:
         return self._is_begun and not self.is_stuck
 
     def _start(self) -> None:
+        # The digest says only whether this rank has failed: see `Channel.all_ended_well`.
         self.channel.start_round(Status.END, 1 if "failed" in self._report else 0)
 
 

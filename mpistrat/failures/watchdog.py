@@ -60,6 +60,8 @@ class _Watched:
                 self.device = None
         if not self.channel.is_moving_data():
             self.number = -1
+        # A new collective, so the others have come since. Only a wait in one and the same
+        # collective counts.
         elif self.number != number:
             self.number, self.since_s = number, now
         elif now - self.since_s > self.limit_s:
@@ -103,6 +105,7 @@ def watch_device(channel: Channel, device: DeviceWork) -> None:
 
 def stop_watchdog(channel: Channel) -> None:
     """Watch the data of `channel` no longer."""
+    # A new list: the thread may be looping over the old one.
     _watchdog.watched = [each for each in _watchdog.watched if each.channel is not channel]
 
 
@@ -124,6 +127,7 @@ def _error_if_stopped(
     if not table:
         return None
     channel.peers.wait_for_work()  # rank 0 may be finishing a file
+    # Asking takes seconds, and the data may have come meanwhile.
     if not waits():
         return None
     site = site_of_thread(channel.thread)
@@ -152,4 +156,6 @@ def _abort(
 def _end(error: CollectiveTimeoutError) -> None:
     """End this process, which cannot raise `error`."""
     logs.print_last(f"CollectiveTimeoutError: {error}")
+    # The thread of the program is inside MPI or a loop in C, where nothing can be raised.
+    # `sys.exit` would end only this thread.
     os._exit(1)

@@ -236,6 +236,7 @@ def _task_of_torchrun() -> tuple[int, int] | None:
 def keeps_survivors() -> bool:
     """Return whether an mpiexec of MPICH on this node has the option to end no rank for another."""
     try:
+        # The parent is Hydra's proxy on this node, and its parent is mpiexec, if that runs here.
         of_proxy = Path(f"/proc/{os.getppid()}/stat").read_text()
         pid = int(of_proxy.rpartition(")")[2].split()[1])
         arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
@@ -276,6 +277,7 @@ def _is_inherited(variables: Mapping[str, str]) -> bool:
         try:
             entries = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
             pairs = (entry.partition("=") for entry in entries.split("\0"))
+            # A parent without this name is the launcher, so this process is the rank itself.
             if _pmix_name({name: value for name, _, value in pairs}) != own:
                 return False
             # A script that only starts the rank has the variables too, but no MPI library.

@@ -49,6 +49,7 @@ class Mpiexec:
                 [path, "--version"],
                 capture_output=True,
                 text=True,
+                # An mpiexec may read standard input, which belongs to the program.
                 stdin=subprocess.DEVNULL,
                 timeout=limit_s,
                 env=dict(environment()),

@@ -164,6 +164,8 @@ def load_library() -> str:
     """Load the MPI library without starting it; return mpi4py's file, which is linked to it."""
     from mpi4py import rc
 
+    # The import of mpi4py.MPI starts MPI unless `rc.initialize` is false, and it registers the end
+    # of MPI only if `rc.finalize` is true, for which None means the same as `initialize`.
     initialize, finalize = rc.initialize, rc.finalize
     rc.initialize, rc.finalize = False, initialize if finalize is None else finalize
     try:
@@ -230,6 +232,7 @@ def _map_nodes(comm: MPI.Intracomm, launcher: Launcher) -> _Nodes:
     for each, host, _ in facts:
         names.setdefault(each, host)
     numbers = {each: number for number, each in enumerate(names)}
+    # The union: with binding, each rank may use only a part of the cores of the node.
     cores = 0
     for each, _, mask in facts:
         if each == mark:
@@ -265,6 +268,8 @@ def attached(
     """Return the object attached to `comm` under `key`, made where there is no valid one."""
     attributes = _attributes(comm)
     if key not in attributes or not is_valid(attributes[key]):
+        # Where `make` is collective, ranks must agree on what is attached: they attach and forget
+        # it in the same calls.
         attributes[key] = make()
     return attributes[key]
 
@@ -333,6 +338,7 @@ def world_ranks(comm: MPI.Intracomm) -> list[int]:
 
 def _ranks_in(comm: MPI.Comm, larger: MPI.Comm) -> list[int]:
     """Return the rank in `larger` of each rank of `comm`."""
+    # Local: groups are translated without a message.
     own, all_ranks = comm.Get_group(), larger.Get_group()
     ranks = own.Translate_ranks(None, all_ranks)
     own.Free()

@@ -57,9 +57,12 @@ class ReplicaChannel(Channel):
         transport = ReplicaTransport(ranks.transport, links, replica_id, num_replicas)
         super().__init__(transport, ranks.timeout_s)
         self.checks = ranks.checks
+        # Compiled code must not start the round of the ranks for one replica: without `meet` it
+        # calls `vote`, which waits for the other replicas of this rank first.
         self.meet = None
         self.departures = ranks.departures
         self.ledger = ranks.ledger  # whose collectives these are
+        # The record of the rank has the collectives of its replicas: see `_vote_as_rank`.
         self.flight.resize(1)
         self.num_strategies = ranks.num_strategies
 
@@ -112,9 +115,12 @@ class ReplicaChannel(Channel):
         status, digest, signature, timeout_s, extra, _, do = votes[0]
         # All at once: there is one for each replica.
         statuses, digests, _, _, _, given, at_once = zip(*votes, strict=True)
+        # Replicas that differ must not keep their rank out of the round: the other ranks would wait
+        # for it.
         are_equal = digests.count(digest) == num_votes == statuses.count(status)
         if not are_equal:
             status, signature, extra = _CALL, _DIFFERENT, 0
+        # Before the entry in the flight record, which is for collectives that have begun.
         ranks.check_open()
         # Refusals say less than a call: its kind, name and owner.
         noted = signature if len(signature) > 2 else (*signature, *("",) * (3 - len(signature)))
@@ -130,8 +136,12 @@ class ReplicaChannel(Channel):
                 entry.state = State.DONE
             else:
                 entry.state = State.FAILED if status is _CALL else State.REFUSED
+        # If one replica has made the call the long way, it reduces after the vote. Then all must:
+        # `do` would leave its arrays out.
         if do is not None and is_agreed and at_once.count(do) == num_votes:
             return list(map(Done, do(given)))
+        # If the replicas of every rank differ, all ranks bring `_DIFFERENT` and agree. It is a
+        # disagreement all the same.
         return [outcome if are_equal else Outcome.MIXED] * len(votes)
 
     def leave_interrupted(self, what: str, error: BaseException) -> None:
@@ -153,6 +163,7 @@ class ReplicaChannel(Channel):
     def _exchange_all(self, values: list[Any]) -> list[list[Any]]:
         """Exchange the values of ranks: each of 1,000 replicas would parse those of all."""
         found = [each for of_rank in self._ranks.exchange(values) for each in of_rank]
+        # A list for each replica, because it may change its own.
         return [list(found) for _ in values]
 
     def report(
@@ -172,6 +183,7 @@ class ReplicaChannel(Channel):
         """Exchange reports among ranks; of one that is in no replica it stands for each."""
         assert isinstance(self.transport, ReplicaTransport)
         of_ranks = self._ranks.exchange_reports(_report_of_rank(self._ranks, reports))
+        # `disagreement` needs them by rank, while its argument has them by replica.
         self._ranks.reports = of_ranks
         found = [
             report
@@ -187,6 +199,7 @@ class ReplicaChannel(Channel):
             self.closed = error
         known = self.closed
         assert isinstance(known, CollectiveError)
+        # Each replica raises its own error, in its own thread and with its own traceback.
         error = type(known)(str(known))
         error._caused_elsewhere = known._caused_elsewhere
         return error
@@ -248,6 +261,8 @@ def replicas_disagree(
     texts = [(_at(what, which), site, which) for (what, site), which in lines.items()]
     if returned:
         texts.insert(0, ("returned", "", list(returned)))
+    # The other ranks may be waiting in a round. No rank whose replicas agree brings this signature,
+    # so they learn that something is wrong here.
     ranks.vote(Status.CALL, _DIFFERENT, None)
     report = ranks.report(*_joined(texts), cause=True)
     return ranks.disagreement(ranks.exchange_reports(report))

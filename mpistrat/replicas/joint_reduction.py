@@ -84,9 +84,13 @@ class JointReduction:
         channel = self._channel
         links, sequence = channel.links, channel.ledger.sequence
         if links.usual_at != sequence:
+            # Only the first of the replicas of a rank looks, as they reach the same collective
+            # before any of them goes on.
             if not channel.checks or not _is_as_usual(channel):
                 return None
             links.usual_at = sequence  # the others need not look again
+        # The fast form of `Call.__enter__`; what does not fit here is left to a `Call`, which
+        # explains it.
         lock = channel.lock
         if not lock.acquire(False):
             return None
@@ -104,6 +108,8 @@ class JointReduction:
             if type(answer) is Done:
                 results = answer.outcome
             elif answer is _ALL_CALL:
+                # All agree, but some replica of this rank has no joint reduction for it: each
+                # reduces by itself.
                 results = self.reduction.end(None, self._packed(given))
                 if out is not None:
                     np.copyto(out[0], results[0])
@@ -143,6 +149,7 @@ class JointReduction:
         """Return the results once, in memory that the next ones overwrite."""
         if not self.reduction.keeps_dtypes:
             return self.reduce(given)[0]
+        # Made once: `use` must not keep it, because the next call writes to it.
         if not self._lent:
             self._lent = [np.empty(*each) for each in self.reduction.plan.results]
         self._reduce_arrays([arrays for _, arrays, _, _ in given], self._lent)
@@ -157,6 +164,7 @@ class JointReduction:
         ]
         total = results[0]
         # The memory of replicas may overlap, such as one array for all.
+        # Otherwise writing the first result would change an array that is still to be read.
         if any(out is not None for _, _, out, _ in given) and not are_apart(arrays, results):
             total = pool.take(first.shape, first.dtype)
         if first.size:

@@ -117,12 +117,15 @@ class ReplicaReducer:
         if attached.get(self._replica_id) is message:
             # All have waited for the agreement, and the first one resumes first: it can reduce the
             # messages of all without waiting for them again.
+            # If one of them has attached nothing, all wait for each other below, the ones with a
+            # message included.
             if self._replica_id == self._share.start and len(attached) == len(self._share):
                 messages = [attached[each] for each in self._share]
                 self.reduce_together(op, messages)
                 attached.clear()
                 self._reduced.update(zip(self._share[1:], messages[1:], strict=True))
                 return
+            # A message that stayed would be taken for the one of the next reduction.
             del attached[self._replica_id]
         elif self._reduced.pop(self._replica_id, None) is message:
             return
@@ -143,6 +146,7 @@ class ReplicaReducer:
         if first.num_bytes:
             targets = list(first.targets)
             self.reduce_arrays(op, [each.sources for each in messages], targets)
+            # Copied, because each replica may write to its result.
             for other in messages[1:]:
                 for target, source in zip(other.targets, targets, strict=True):
                     np.copyto(target, source.reshape(target.shape))
@@ -160,6 +164,8 @@ class ReplicaReducer:
         """
         divisor = self._num_replicas if op is ReduceOp.MEAN else 1
         local = self._compiled(op, targets[0].dtype)
+        # One pass over the memory of all replicas, in the tree over all of them: with one rank
+        # there are no partial sums to exchange.
         if local is not None and self._transport.size == 1:
             local.combine(op, self._order, _joined_rows(of_replicas), targets, divisor)
             return
@@ -222,6 +228,7 @@ class ReplicaReducer:
         transport, nodes_of_ranks = self._transport, self._nodes_of_ranks
         size, rank = transport.size, transport.rank
         length = pieces[0].size
+        # Lengths and pieces are equal on all ranks or known to them, so all take the same branch.
         if pieces[0].nbytes * sum(map(len, nodes_of_ranks)) <= _SMALL_BYTES:
             counts = [length * len(nodes) for nodes in nodes_of_ranks]
             gathered = transport.all_gather(np.concatenate(pieces), counts)
@@ -231,6 +238,8 @@ class ReplicaReducer:
             parts = [piece[block] for piece in pieces]
             lengths = slice_lengths(parts[0].size, size)
             ends = np.cumsum([0, *lengths]).tolist()
+            # For each rank its slice of every piece, so that one exchange brings a rank all rows of
+            # its slice.
             sent = np.concatenate(
                 [part[ends[to] : ends[to + 1]] for to in range(size) for part in parts]
             )
@@ -239,6 +248,7 @@ class ReplicaReducer:
             received = transport.all_to_all(sent, counts, incoming)
             rows = received.reshape(sum(map(len, nodes_of_ranks)), lengths[rank])
             own = self._fold_all(op, rows)
+            # Block by block, which bounds the memory that the exchange needs.
             total[block] = transport.all_gather(own, lengths)
         return total
 
@@ -255,6 +265,7 @@ class ReplicaReducer:
         total: np.ndarray | None = None,
     ) -> np.ndarray:
         """Return the combination of `rows`, which are `nodes`, in their memory; or in `total`."""
+        # The same tree for any number of ranks: this is what keeps the bits equal.
         fold: Fold[np.ndarray] = Fold(
             self._num_replicas, lambda left, right: combined_pair(op, left, right, left)
         )

@@ -152,6 +152,7 @@ class ReplicaSet:
             else [self._member(each) for each in self.ids]
         )
         self._members.append(ranks)
+        # Shows the collectives of the rank again, which belong to no replica.
         self.turn = None
 
     def _member(self, replica_id: int) -> Collectives:
@@ -189,10 +190,13 @@ class ReplicaSet:
 
     def run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
         """Return what `functions`, one for each replica of this rank, return."""
+        # The common work of a run, such as a merge function, may start a run of its own. The
+        # threads of the outer one are parked in it, so it needs others.
         threads = next((each for each in self._threads if not each.is_busy), None)
         if threads is None:
             threads = ReplicaThreads(self, self._disagreement)
             self._threads.append(threads)
+        # This may be a run within the common work of an outer one, which has its own turn.
         before = self._turn
         self._running.append(threads)
         self.ranks.channel.running = self._whose_turn
@@ -223,6 +227,7 @@ class ReplicaSet:
         def as_replica(position: int) -> Any:
             own_args = [row[position] for row in rows]
             own_kwargs = {name: row[position] for name, row in named.items()} if named else named
+            # In the context that was copied for this replica, so nobody has to set it back.
             PerReplica._num_here.set(count)
             with context.entered(new_frame()), device.current():
                 try:
@@ -344,6 +349,8 @@ class ReplicaSet:
                         "strategy.run or experimental_distribute_values_from_function returns."
                     )
                 self._component(kind, 0, leaf)
+            # Only the check is agreed on here. It ends before the functions run, whose collectives
+            # need the channel.
             call.agree("components")
 
         def own(leaf: Any) -> Any:
@@ -429,6 +436,7 @@ class ReplicaSet:
         channel = self.ranks.channel
         channel.ledger.merge_calls += 1
         merge_fn = given[0][0]
+        # By code, because each replica may create its own lambda or partial.
         codes = [_code_of(each) for each, _, _ in given]
         if any(code is not codes[0] for code in codes):
             raise self._different([f"merge_call of {_code_text(each)}" for each in codes])

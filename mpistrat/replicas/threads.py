@@ -77,6 +77,8 @@ class _PlainTurns:
     @staticmethod
     def make_turn() -> threading.Lock:
         """Return a turn that no thread has."""
+        # A plain lock, not an RLock: one thread releases it to give the turn, a different one
+        # acquires it to take the turn.
         turn = threading.Lock()
         turn.acquire()
         return turn
@@ -108,6 +110,7 @@ class ReplicaThread:
         self._has_taken = turns.has_taken
         self._call: ReplicaCall | None = None
         self._thread = threading.Thread(
+            # A daemon: a thread that is parked must not keep the interpreter from exiting.
             target=self._work, name=f"mpistrat-replica-{number}", daemon=True
         )
         self._thread.start()
@@ -128,6 +131,7 @@ class ReplicaThread:
                 self._hand_over(given, self._main_turn)
                 return None
             except BaseException as error:
+                # The error came between taking the turn and the return: no replica runs any more.
                 if self._has_taken(self._main_turn):
                     return error
                 # Python handles signals such as Ctrl-C on the main thread, which waits here: the
@@ -137,6 +141,8 @@ class ReplicaThread:
 
     def interrupt(self, error: type[BaseException]) -> None:
         """Raise `error` in the thread."""
+        # CPython takes an unsigned long here; ctypes would pass a C int and cut the identifier off.
+        # The error is raised when the thread runs its next bytecode.
         thread = ctypes.c_ulong(self._thread.ident or 0)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(error))
 
@@ -146,6 +152,7 @@ class ReplicaThread:
 
     def end(self) -> None:
         """End the thread."""
+        # Without a call, `_work` returns as soon as it has the turn.
         self._call = None
         self._hand_over(self._own_turn, None)
 
@@ -158,6 +165,7 @@ class ReplicaThread:
                 return
             call.run()
             self._call, given = None, call.pass_turn() or self._main_turn
+            # A parked thread must not keep the results and arguments of the last run alive.
             del call
 
 
@@ -208,9 +216,12 @@ class ReplicaThreads:
         If one raises, those that have not begun never begin, and the others get a `Cancelled`
         where they wait; then the error is raised.
         """
+        # Before anything else: too many threads must raise before a function has begun.
         self._make_threads(len(functions) - 1)
         # Before the first function can change what belongs to a thread, such as PyTorch's modes.
         functions = in_modes_of_here(functions)
+        # A context for each replica: a thread has none of the values that the caller has set, and
+        # replicas must not see what a different one sets.
         copied, pass_turn = contextvars.copy_context, self._pass_turn
         self._calls = [ReplicaCall(each, copied(), pass_turn) for each in functions]
         if len(functions) == 1:
@@ -221,6 +232,8 @@ class ReplicaThreads:
             self._turns.turn = 0
             calls[0].run()
             self._note_end(calls[0])
+            # The first function has returned. The others may still wait for common work, which only
+            # this thread can do.
             while not self.has_failed and self._run_others():
                 pass
             self._cancel_others()
@@ -242,6 +255,8 @@ class ReplicaThreads:
 
         The main thread calls `act` once, with what all calls have `given`.
         """
+        # A function that ends with `Cancelled` has called this, as in a `finally` block. The other
+        # replicas do not run any more, so waiting for them would never end.
         if self._is_cancelling:
             raise ContextError(
                 f"{what} was called by a replica that ends because another one has failed."
@@ -256,8 +271,11 @@ class ReplicaThreads:
             self._threads[number - 1].park(self._pass_turn())
         else:
             self._run_others()
+        # The others have set it meanwhile.
         self._turns.turn = number
         if self._failure is not None:
+            # From here on turns go back to the main thread, so that at most one function unwinds at
+            # a time.
             call.request, self._is_cancelling = None, True
             raise Cancelled
         if call.error is not None:
@@ -278,6 +296,7 @@ class ReplicaThreads:
         if not number:
             do()
             return
+        # Set before the turn is given: the main thread looks at it as soon as it has the turn.
         self._calls[number].run_on_main = do
         self._threads[number - 1].park(None)
         self._raise_error(self._calls[number])
@@ -325,6 +344,7 @@ class ReplicaThreads:
         # From thread to thread: one switch per replica, where going by the main thread takes two.
         number = self._turns.turn
         assert number is not None
+        # The main thread must learn of a failure before any other replica runs.
         if self._is_cancelling or self._calls[number].error is not None:
             return None
         other = self._next_after(number)
@@ -341,10 +361,13 @@ class ReplicaThreads:
         while True:
             self._turns.turn = number
             thread, call = self._threads[number - 1], self._calls[number]
+            # Does not return before the main thread has its turn again, so nothing below runs while
+            # a replica does.
             interruption = thread.give_turn(thread.assign(call), self._running)
             number = self._turns.turn  # another call may have given the turn back
             call = self._calls[number]
             self._note_end(call)
+            # A signal that came when no replica ran ends the run like an error of a replica.
             self._failure = self._failure or interruption
             if call.run_on_main is None:
                 return
@@ -360,6 +383,8 @@ class ReplicaThreads:
         self._turns.turn = None
         try:
             requests = [each.request for each in calls]
+            # A call without a request has returned while others still wait: they would wait for it
+            # forever.
             first = requests[0]
             if first is None or None in requests:
                 raise self._on_disagreement(calls)
@@ -369,6 +394,7 @@ class ReplicaThreads:
             for call, outcome in zip(calls, first[2](given), strict=True):
                 call.outcome, call.request = outcome, None
         except BaseException as error:
+            # Each that waits has to raise, or its thread would stay parked.
             waiting = [each for each in calls if each.request is not None]
             for number, call in enumerate(waiting):
                 call.error = error if number == 0 else _again(error)
@@ -389,6 +415,7 @@ class ReplicaThreads:
             return
         self._is_cancelling = True
         for number, call in enumerate(self._calls):
+            # Number 0 has run on this thread, and has ended.
             if number and call.has_begun and not call.has_ended:
                 self._give_turn(number)
         raise self._failure

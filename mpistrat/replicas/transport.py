@@ -69,6 +69,7 @@ class ReplicaTransport(SoloTransport):
     ) -> list[None]:
         for number, root in enumerate(roots):
             buffers = [each[number] for each in of_replicas]
+            # If the root is on a different rank, the first replica receives for all.
             owner = root - self._share.start if root in self._share else 0
             # In its own memory, as what a root gives may be read-only.
             self._transport.broadcast(buffers[owner], self._rank_of[root])
@@ -81,6 +82,7 @@ class ReplicaTransport(SoloTransport):
         self, part: np.ndarray, counts: Sequence[int], out: np.ndarray | None = None
     ) -> np.ndarray:
         """Return the 1-d parts of all replicas, one behind the other."""
+        # `out` is not passed on: it belongs to one replica, and the gather is for all of them.
         gathered: np.ndarray = self._meet(
             "all_gather", part, functools.partial(self._gather_all, counts, None)
         )
@@ -129,6 +131,7 @@ class ReplicaTransport(SoloTransport):
     def _exchange_all(self, given: list[tuple[np.ndarray, Any, Any]]) -> list[np.ndarray]:
         """Send, to each rank, the parts of this rank's replicas, sender by sender."""
         dtype, shares = given[0][0].dtype, self.shares
+        # By replica of this rank, how much it sends to each replica of all.
         outgoing = np.array([counts for _, counts, _ in given])
         ends = np.cumsum(outgoing, axis=1) - outgoing
         ends = np.concatenate([ends, outgoing.sum(axis=1, keepdims=True)], axis=1).tolist()
@@ -158,6 +161,8 @@ class ReplicaTransport(SoloTransport):
     def send(self, buffer: np.ndarray, rank: int) -> None:
         """Send `buffer` to replica `rank`, which calls `receive` and, on this rank, runs later."""
         if rank in self._share:
+            # A copy: when this returns, the sender may write to its buffer, as after a blocking
+            # send of MPI.
             self._messages.setdefault((self.rank, rank), []).append(buffer.copy())
         else:
             self._run_on_main(lambda: self._transport.send(buffer, self._rank_of[rank]))
@@ -165,6 +170,8 @@ class ReplicaTransport(SoloTransport):
     def receive(self, buffer: np.ndarray, rank: int) -> None:
         """Overwrite `buffer` with what replica `rank` sends."""
         if rank in self._share:
+            # The sender runs first, as replicas take turns in the order of their numbers, so the
+            # message is here. Waiting for it would be a deadlock.
             np.copyto(buffer, self._messages[rank, self.rank].pop(0))
         else:
             self._run_on_main(lambda: self._transport.receive(buffer, self._rank_of[rank]))

@@ -95,6 +95,8 @@ def users_place(frame: FrameType | None) -> Place:
         code = frame.f_code
         owner = code_owners[code.co_filename]
         if owner is _USER:
+            # An offset, because computing a line number takes longer and is needed only for
+            # messages.
             return code, frame.f_lasti
         if owner is _INSTALLED and installed is None:
             installed = code, frame.f_lasti

@@ -93,6 +93,7 @@ class _Hooks:
 
     def run(self, phase: Phase, *arguments: object) -> None:
         """Run the actions of `phase`, each one even if others fail."""
+        # A copy, because an action may register further ones.
         for action in tuple(self.actions[phase]):
             try:
                 action(*arguments)
@@ -131,6 +132,7 @@ def report_by(report: Callable[[Failure], bool]) -> None:
     _hooks.report = report
     if _hooks.previous_hook is None:
         _hooks.previous_hook = sys.excepthook
+        # `show` calls the previous hook, which may be that of a debugger or a test runner.
         sys.excepthook = _on_uncaught
 
 

@@ -25,10 +25,14 @@ def write_atomically(
     temporary = Path(name)
     try:
         with open(handle, "wb") as file:
+            # mkstemp creates files that only their owner may read. This gives them the usual
+            # permissions.
             os.fchmod(file.fileno(), 0o666 & ~_umask())
             for piece in [content] if isinstance(content, str) else content:
                 file.write(piece.encode() if isinstance(piece, str) else piece)
             file.flush()
+            # Before the rename: otherwise a crash of the machine may leave the new name with no
+            # content.
             os.fsync(file.fileno())
         os.replace(temporary, target)
     except BaseException:
@@ -65,6 +69,7 @@ def _freed_in_a_thread(path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     finally:
+        # The last close frees the blocks, which can take long for a large file.
         thread = threading.Thread(target=os.close, args=(handle,), daemon=True)
         try:
             thread.start()
@@ -96,6 +101,7 @@ def _is_dead(writer: str, path: Path) -> bool:
         return False
     if host == _host():
         return not _is_alive(int(pid))
+    # Processes of a different host cannot be asked, so only the age of the file counts.
     return time.time() - path.stat().st_mtime > _SILENCE_S
 
 
@@ -115,6 +121,7 @@ def claimed(path: Path, limit_s: float) -> Iterator[None]:
     claim, end_s = hidden_beside(path, "commit"), time.monotonic() + limit_s
     while True:
         try:
+            # Only one process can create the name (open(2), O_EXCL).
             handle = os.open(claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
         except FileExistsError:
             if time.monotonic() > end_s or _is_abandoned(claim):  # who had it was killed
@@ -165,6 +172,7 @@ def _host() -> str:
 
 def _is_alive(pid: int) -> bool:
     try:
+        # Signal 0 checks whether the process exists, and sends nothing (kill(2)).
         os.kill(pid, 0)
     except ProcessLookupError:
         return False

@@ -52,6 +52,8 @@ class Program:
                 stderr=self._err.file if self._err else None,
                 cwd=cwd,
                 env=variables,
+                # Ctrl-C goes to the foreground group of the terminal, which a session of its own is
+                # not part of: the parent decides how the program ends.
                 start_new_session=True,
             )
             """The program itself, which may be a launcher of others."""
@@ -94,6 +96,7 @@ def descendants(pid: int, command: Sequence[str] = ()) -> list[int]:
     """
     found = [pid]
     parents = dict(_parents())
+    # The list grows during the loop: children of children are found too.
     for each in found:
         found += [child for child, parent in parents.items() if parent == each]
     return [each for each in found if not command or _command_of(each) == [*command]]

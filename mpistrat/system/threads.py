@@ -89,6 +89,8 @@ class _Task:
 
     def wait_for_end(self) -> None:
         if not self._done.is_set():
+            # A fork has no threads but the one that forked, so nothing will ever set the event
+            # here.
             if os.getpid() != self._pid:
                 raise RuntimeError(
                     "This process is a fork, and what it waits for is done in the process that "
@@ -154,11 +156,13 @@ def _produce(
     except BaseException as raised:
         error = raised
     finally:
+        # In this thread, which has run the generator: its `finally` blocks belong here.
         elements.close()
     _put(_End(error), ready, abandoned)
 
 
 def _put(element: Any, ready: queue.Queue[Any], abandoned: threading.Event) -> bool:
+    # With a time limit, because the reader may stop reading while the queue is full.
     while not abandoned.is_set():
         try:
             ready.put(element, timeout=_POLL_S)

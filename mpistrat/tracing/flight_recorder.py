@@ -86,6 +86,8 @@ class FlightRecord:
 
     def last_agreed_s(self) -> float:
         """Return when the ranks agreed last, by the monotonic clock, from any thread."""
+        # A copy: the program may add a collective meanwhile, and a deque that changes during a loop
+        # raises RuntimeError.
         for entry in reversed(list(self.entries)):
             if entry.agreed_ns:
                 return entry.agreed_ns * 1e-9
@@ -104,6 +106,7 @@ class FlightRecord:
         entry.began_ns = monotonic_ns()
         entry.agreed_ns = entry.ended_ns = 0
         entry.state = _WAITING
+        # Formatted only when the record is dumped. Most records never are.
         entry.number = counters.sequence
         entry.counters = counters.runs, counters.merge_calls, counters.updates, counters.failures
         entry.signature = signature

@@ -36,6 +36,7 @@ class Recorder:
         self.push, self.pop = profiler_marks()
         self._pid = os.getpid()
         self._lock = threading.Lock()
+        # Appended to by any thread without the lock: `append` of a deque is atomic in CPython.
         self._waiting: deque[tuple[Any, ...]] = deque()
         self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115
         self._file.write(json.dumps(header) + "\n")
@@ -57,6 +58,7 @@ class Recorder:
 
     def flush(self) -> None:
         """Write the spans so far."""
+        # A fork shares the file. It would write the waiting spans of its parent a second time.
         if os.getpid() != self._pid:
             return
         with self._lock:

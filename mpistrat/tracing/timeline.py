@@ -29,6 +29,7 @@ def start(path: str, rank: int, size: int) -> None:
         if rank == 0:
             # If this job is killed, the timeline of an older one must not pass for its own.
             target.unlink(missing_ok=True)
+        # Each rank writes its own file: a shared one would need a message for each span, or a lock.
         recorder = spans.Recorder(str(Part.path_of(target, rank)), Part.new_header(rank, size))
     except OSError as error:
         raise OSError(
@@ -67,6 +68,7 @@ class _Session:
         try:
             parts = self._parts()
             Trace(parts).write(self._target)
+            # Only now: until the timeline is complete, the parts are all there is.
             for part in parts:
                 part.path.unlink(missing_ok=True)
         except (OSError, ValueError) as error:

@@ -94,6 +94,8 @@ class Trace:
         zero_ns = self._parts[0].header["monotonic_ns"]
         for part in self._parts:
             fit = self._fits[part.rank]
+            # Identifiers of threads are long and differ from run to run; rows are numbered by first
+            # use.
             threads: dict[int, int] = {}
             for span in part.spans():
                 row = threads.setdefault(span.thread, len(threads))
@@ -273,6 +275,8 @@ def _fit_window(
     window: Sequence[tuple[_Meeting, _Meeting]],
 ) -> tuple[float, float, float, float]:
     """Return time, offset, and the bounds between which the offset must lie."""
+    # Nobody learns of an agreement before the last rank has come. So on one clock each rank comes
+    # before any other has agreed, which bounds the offset from both sides.
     low = max(own_began - agreed for (own_began, _), (_, agreed) in window)
     high = min(own_agreed - began for (_, own_agreed), (began, _) in window)
     # All learn of the agreement at about the same time: the bounds alone would be lopsided

@@ -92,6 +92,8 @@ class Flows:
         """Take note of when a rank came to a collective."""
         if (meeting := span.meeting) is not None:
             arrival = _Arrival((span.began_ns - offset_ns) / _NS_PER_US, rank, row)
+            # Tuples: the latest time counts, then the highest rank, whatever the order of the
+            # ranks.
             self._last[meeting] = max(self._last.get(meeting, arrival), arrival)
 
     def last_rank(self, span: Span) -> int | None:

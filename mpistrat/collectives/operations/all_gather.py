@@ -50,8 +50,10 @@ class AllGather(Operation):
             own = [(np.shape(array), array.dtype.itemsize) for array in arrays]
             of_ranks = list(zip(*call.channel.exchange(own), strict=True))
         plans = [GatherPlan([shape for shape, _ in each], self.axis) for each in of_ranks]
+        # Every rank has the shapes of all, so all raise the same error here and stay in step.
         for plan in plans:
             plan.check(call.kind, call.channel.place)
+        # Text arrays may differ in width. Bytes travel, so all must have one width first.
         widest = [max(width for _, width in each) for each in of_ranks]
         with call.moving():
             flat = [

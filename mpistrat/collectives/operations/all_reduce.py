@@ -51,6 +51,8 @@ def all_reduce(
         source = array if known is None or out is None else _source_for(array, out)
         if known is not None and source is not None:
             result = known.all_reduce(source, out)
+            # Otherwise the fast path has found something unusual, before anything was sent. The
+            # call below begins again.
             if result is not None:
                 return result[()] if is_number else result
     with collectives.call("all_reduce", options=options) as call:

@@ -51,6 +51,7 @@ class AllToAll(Operation):
         dtypes = tuple(dtype_name(array.dtype) for array in arrays)
         call.agree(f"axes {self.split_axis} and {self.concat_axis}", dtypes, structure)
         with call.moving():
+            # Not in the signature, because they may differ along `concat_axis`.
             shapes_of_ranks = call.channel.exchange([np.shape(array) for array in arrays])
         shapes_of_leaves = [list(map(tuple, each)) for each in zip(*shapes_of_ranks, strict=True)]
         for shapes, (_, concat) in zip(shapes_of_leaves, axes, strict=True):
@@ -123,6 +124,7 @@ class Route:
 
     def reverse(self) -> Route:
         """Return the route of the gradient."""
+        # The gradient is cut where the result was joined, and joined where the value was cut.
         lengths = [shape[self.concat_axis] for shape in self.incoming]
         return Route(self.result_shape, self.concat_axis, lengths, self.split_axis, self.outgoing)
 

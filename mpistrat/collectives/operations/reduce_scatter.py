@@ -45,6 +45,7 @@ class ReduceScatter(Operation):
             lengths = part_lengths(total.shape[axis], call.channel.size)
             start = sum(lengths[: call.channel.rank])
             part = slice(start, start + lengths[call.channel.rank])
+            # A copy, so that a small part does not keep the whole result alive.
             results.append(total[(slice(None),) * axis + (part,)].copy())
         return results
 

@@ -78,12 +78,15 @@ class Scan(Operation):
             folded = own[part]
             if rank > 0:
                 came = np.empty_like(folded)
+                # A chain: rank 0 receives nothing, and each other rank receives before it sends. So
+                # blocking sends cannot wait for each other in a cycle.
                 transport.receive(came, rank - 1)
                 with np.errstate(all="ignore"):
                     folded = combined_pair(self.op, came, folded, np.empty_like(folded))
             else:
                 came = np.full_like(folded, first)
             if rank + 1 < size:
+                # Before the result of this part is stored, so that the next rank can begin.
                 transport.send(folded, rank + 1)
             result[part] = came if self.is_exclusive else folded
         return result

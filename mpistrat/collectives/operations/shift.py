@@ -54,6 +54,7 @@ class Shift(Operation):
             sent = native(host_view(array)).reshape(-1)
             counts = [sent.size if each == target else 0 for each in range(size)]
             incoming = [sent.size if each == source else 0 for each in range(size)]
+            # Also on ranks that send or get nothing: the exchange is collective.
             came = exchange_flat(call, sent[: sum(counts)], counts, incoming)
             if not 0 <= source < size:
                 came = np.full(sent.size, fill, fill.dtype)
