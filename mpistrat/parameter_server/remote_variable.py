@@ -77,6 +77,7 @@ class RemoteVariable(Variable):
         rows = np.ascontiguousarray(whole[part.rows.start : part.rows.stop] if shape else whole)
         for holder in part.holders:
             if rank == 0 == holder:
+                # A copy, because `whole` may be an array of the program.
                 store.add(part.key, rows.copy().reshape(own))
             elif rank in (0, holder):
                 with call.communicator() as comm:
