@@ -98,6 +98,8 @@ def distribute_from_function(
         return again
 
     with collectives.all_or_none(kind):
+        # It calls a function of the user, which may fail on one rank. All learn that here, before
+        # the gather below, which would wait for this rank.
         pipeline = pipeline_of(rank)
         described = describe_files(pipeline)
     of_all = collectives.gather_json(described, kind)
