@@ -201,6 +201,7 @@ class _Lister:
             return None
         if link_leads_nowhere(group, path):
             raise DanglingLink(path)
+        # Only the first match shows how many of the names are members of compound rows.
         for num_members in range(1, len(rest) + 1) if not self.names else ():
             found = object_at(group, "/".join([name, *rest[:-num_members]]))
             if isinstance(found, self._h5d.DatasetID) and dtype_of(found).names:
