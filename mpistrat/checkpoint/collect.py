@@ -190,6 +190,8 @@ class StateCollector:
 
         One variable at a time comes to rank 0, so drop each item before the next one.
         """
+        # In the same order on every rank, which the constructor has compared: most items are
+        # collective.
         for name, variable in self._tree.variables.items():
             if variable._placement.is_in_parts and self._keeps_parts(variable):
                 yield _item_of_parts(name, variable, self._is_parallel)

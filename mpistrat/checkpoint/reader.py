@@ -83,6 +83,8 @@ class CheckpointReader:
             contents = survey(file)
         self.header = _read_header(file, path)
         with naming_damage(path, "the tree"):
+            # After the header: a file of a different program gets the error that it is not a
+            # checkpoint, and not one about its groups.
             contents.check({VARIABLES, STATE}, {DIGESTS, REPLICAS})
         self._nodes = contents.below(VARIABLES)
         self._state = contents.below(STATE)
@@ -115,6 +117,8 @@ class CheckpointReader:
                     offset = offset_of_block(node, num_bytes)
                 if offset is None:
                     num_bytes = check_layout(node, dtype.itemsize, file_bytes)
+                # By identity, because the components of a variable have the same path in a
+                # different group.
                 elif self._nodes.get(name) is node:  # its bytes lie here as they are in memory
                     self._offsets[name] = offset
                 unpacked += num_bytes

@@ -188,6 +188,8 @@ class Dispatcher:
 
     def pump(self) -> bool:
         """Take what has come, send what can go, and return whether there was something."""
+        # Code of the user that runs inside, such as a learning rate that is a function, may read a
+        # variable, and each read calls this again.
         if self._is_pumping:
             return False
         self._is_pumping = True

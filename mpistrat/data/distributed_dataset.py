@@ -259,6 +259,8 @@ class ReplicaPart:
                 note_part(replica, f"{place} in batch {number}" if is_empty else None)
             return element
 
+        # Ended in reverse order: first the thread that creates elements, which may still begin
+        # copies, and at the end the wait for the copies.
         with contextlib.ExitStack() as stack:
             transfer = stack.enter_context(contextlib.closing(transfer_to(self.device)))
             stack.callback(note_part, replica, None)  # after the pass nobody works on it

@@ -286,6 +286,7 @@ class Pipeline:
         num_ahead = max((each.num_elements for each in prefetches), default=0)
         if not num_ahead:
             return elements
+        # CUDA has a current device in each thread, so the new thread sets the one of this thread.
         return in_background(elements, num_ahead, Device.for_threads())
 
     def fixed_elements(self, start: int) -> Generator[Any, None, None]:

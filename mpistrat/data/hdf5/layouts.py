@@ -174,6 +174,7 @@ def find_chunks(dataset: Any, path: str) -> Storage | Chunks | None:
     num_chunks = -(-len(dataset) // dataset.chunks[0])
     if filters and codec is None and num_chunks > _MAX_FILTERED_CHUNKS:
         return None
+    # Last, because HDF5 lists every chunk for it.
     found = hdf5.places_of_chunks(dataset)
     if found is None:
         return None
