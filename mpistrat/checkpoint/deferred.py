@@ -191,7 +191,7 @@ def find_shards(
             name = names.get(id(tensor), "")
             if box is None or found.setdefault(name, box) != box:  # tied tensors may differ
                 whole.add(name)
-        # Tensors that the file does not have are under the name "".
+        # Tensors that no path names are under "".
         for name in whole | {""}:
             found.pop(name, None)
     return found

@@ -26,7 +26,7 @@ class _DriftAtSaveError(ReplicaDriftError, CheckpointError):
     """A save with ``drift="raise"`` has found replicas that differ."""
 
 
-# Tracebacks show the public name; that the class is a CheckpointError too is a detail of saves.
+# Tracebacks show the name of the public class.
 _DriftAtSaveError.__name__ = _DriftAtSaveError.__qualname__ = ReplicaDriftError.__name__
 
 

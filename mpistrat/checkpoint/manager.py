@@ -50,7 +50,7 @@ def restore_newest(root: Trackable, directory: str, paths: Sequence[str]) -> str
         except CheckpointMismatchError:
             raise
         except CheckpointError as error:
-            # Every rank gets the error. Only the one that found the damage logs it.
+            # Every rank gets the error. Only the rank that has raised it first logs it.
             if not getattr(error, "_caused_elsewhere", False):
                 warn_of_damage(error)
             errors.append(error)

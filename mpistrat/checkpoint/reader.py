@@ -312,7 +312,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Iterator[CheckpointReader]:
     """Open a checkpoint file for reading."""
     path = Path(path)
     # Only a file that is there and may be read can be damaged. Otherwise the path or its
-    # permissions are wrong, and `restore_newest` must not report damage.
+    # permissions are wrong.
     readable = os.path.isfile(path) and os.access(path, os.R_OK)
     error = CheckpointCorruptError if readable else CheckpointError
     with open_for_reading(path, error) as file:

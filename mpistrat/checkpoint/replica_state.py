@@ -107,6 +107,8 @@ class PerReplicaState:
                     "and PerReplicaState was given no reshard function"
                 )
             found = len(states)
+            # On every rank with the states of all replicas: each rank then takes its own from the
+            # result.
             states = list(self._reshard(states, self._num_replicas))
             if len(states) != self._num_replicas:
                 raise ValueError(

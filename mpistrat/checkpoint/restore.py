@@ -174,8 +174,8 @@ def restore(
     with open_together(collectives, _WHAT, path) as file:
         state, shapes = file.state, file.shapes
         slots = deferred_slots(tree)
-        # Created before the check, but attached to their owners only after the last step that can
-        # fail: a restore that is refused leaves the optimizer without new slots.
+        # Created before the check, but attached to their owners only at the end: a restore that is
+        # refused leaves the optimizer without new slots.
         made = make_slots(slots, tree, shapes)
         tree.variables |= made
         fresh = fresh_slots(slots, tree, {*shapes, *state})

@@ -341,8 +341,8 @@ def _wait(job: _Job) -> tuple[int, bool]:
                 num_asked, ended_by = num_asked + 1, sign
             if num_asked > 1:  # the first one did not help
                 send_signal(signal.SIGKILL, descendants(process.pid))
-            # Ctrl-C in a terminal has reached mpiexec as well, and a second one would kill the
-            # ranks at once.
+            # Ctrl-C in a terminal has reached mpiexec as well. A second SIGINT would ask it to kill
+            # the ranks at once.
             elif sign != signal.SIGINT or came.si_code != _FROM_TERMINAL:
                 # SIGHUP would end an mpiexec, and its ranks would continue.
                 is_for_mpiexec = job.rank and sign == signal.SIGHUP

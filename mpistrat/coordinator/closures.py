@@ -201,8 +201,8 @@ def run_closure(
         if os.getpid() != process:  # a fork that the closure has made is no worker
             sys.stdout.flush()
             sys.stderr.flush()
-            # Without the exit handlers of Python, which would end MPI for the worker that has
-            # forked.
+            # Without the exit handlers of Python, which would call MPI in a process that is not a
+            # rank.
             os._exit(code)
     return outcome
 

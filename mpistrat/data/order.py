@@ -65,7 +65,7 @@ class Order:
         # A shuffle may use `batch_size`, the global one that its items will be grouped by.
         rows = self.rows
         if rows is not None:
-            # A range starts anywhere at no cost, so resuming in it skips nothing item by item.
+            # A range can start anywhere, so resuming costs nothing.
             return blocks_of_range(rows[start:])
         if not self.transformations:
             return self.source.blocks(key, batch_size, start)

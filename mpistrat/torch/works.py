@@ -250,6 +250,7 @@ class GroupQueue:
         with self._changed:
             self._is_ending = True
             self._changed.notify()
+            # `_end` wakes this thread, because `_is_ending` is set.
             is_done = self._changed.wait_for(self._is_idle, _PATIENCE_S)
             dropped = [self._under_way, *self._waiting]
             self._waiting.clear()
@@ -261,6 +262,8 @@ class GroupQueue:
                 "operation with async_op=True returns.",
                 work,
             )
+        # An operation that waits for ranks that never come would stay inside MPI while the
+        # interpreter ends.
         if not is_done:
             abort()
         if self._thread is not None and self._thread is not threading.current_thread():

@@ -283,6 +283,7 @@ class UserReader:
             rows = block[places] - self._layout.starts[chunk]
             for output, leaf in zip(outputs, leaves, strict=True):
                 output[places] = leaf[rows]
+            # Rows that were never announced are not counted.
             self._wanted[chunk] = max(self._wanted[chunk] - count, 0)
         return nests.unflatten(structure, outputs)
 

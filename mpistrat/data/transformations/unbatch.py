@@ -285,6 +285,7 @@ class _RowsOfElements(Child):
             nest = nests.unflatten(self._structure, [leaf[rows] for leaf in leaves])
             nests_of_elements.append(nest)
         self._drop(elements, np.bincount(inverse), key)
+        # All rows are of one element, and in order: nothing has to be copied.
         if len(groups) == 1 and (np.diff(groups[0]) == 1).all():
             return nests_of_elements[0]
         return scattered(len(numbers), groups, nests_of_elements)
