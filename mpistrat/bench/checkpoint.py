@@ -230,6 +230,7 @@ def _write(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     with hdf5.h5py().File(path, "w") as file:
         for name, array in arrays.items():
             file.create_dataset(name, data=array)
+    # fsync flushes the file, whichever descriptor has written to it (fsync(2)).
     with open(path, "rb") as written:
         os.fsync(written.fileno())
 
@@ -271,6 +272,7 @@ def _remove(path: Path) -> None:
 def _forget(path: Path) -> None:
     """Drop a file from the page cache."""
     with open(path, "rb") as file:
+        # Only pages that are on disk are dropped, and this file was flushed after it was written.
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 

@@ -83,7 +83,9 @@ def take_turns(
     """
     repeats, device = {}, collectives.device
     for name, call in candidates.items():
+        # The first call pays for connections and new memory.
         call()
+        # The time of the slowest rank, so that all ranks repeat a collective equally often.
         once_s = max(collectives.gather_json(_time(call, 3, device)))
         repeats[name] = max(1, round(_TARGET_S / max(once_s, 1e-9)))
     samples: dict[str, list[float]] = {name: [] for name in candidates}
@@ -93,6 +95,8 @@ def take_turns(
         # Each round has its own order: a candidate finds the caches that the previous one left.
         order.shuffle(names)
         for name in names:
+            # The ranks begin together: a rank that is late would make the others measure their wait
+            # for it.
             collectives.gather_json(None)
             seconds = _time(candidates[name], repeats[name], device)
             # The time of the slowest rank, so that all ranks get equal numbers.
@@ -101,6 +105,7 @@ def take_turns(
 
 
 def _time(call: Callable[[], object], repeats: int, device: Device) -> float:
+    # Work that was queued before does not belong to this sample.
     device.synchronize()
     began = time.perf_counter()
     for _ in range(repeats):

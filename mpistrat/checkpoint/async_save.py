@@ -62,6 +62,8 @@ class Snapshot:
             copy = self._memory.pop(item.path, None)
             if copy is None or copy.shape != array.shape or copy.dtype != array.dtype:
                 copy = np.empty(array.shape, array.dtype)
+            # A brief array is gone when the next item comes, so it is copied at once. The others
+            # stay as they are until the save ends: threads copy them until `finish`.
             if item.life is BufferLifetime.BRIEF:
                 copy_to_host(copy, array)
             else:
@@ -98,8 +100,12 @@ class _Pending:
 
     def settle(self) -> bool:
         """Return whether the file is there, after the loss of the rank that was to write it."""
+        # The lost rank may have died between the claim and the rename of its file. Its claim would
+        # make the next writer of this path wait.
         hidden_beside(Path(self.path), "commit").unlink(missing_ok=True)
         with contextlib.suppress(CheckpointError), open_checkpoint(self.path) as reader:
+            # A file of this name may be from an earlier run. Only the time proves that this save
+            # has put its file in place; the old files may then still have to go.
             if reader.header.created == Header.timestamp(self.created_s):
                 self.then()
                 return True
@@ -154,11 +160,15 @@ class BackgroundSaver:
         work.attempt(self._snapshot.clear)
         work.attempt_each(self._snapshot.add, gathering.items())
         work.attempt(self._snapshot.finish)
+        # When it ends, the copy on rank 0 is complete, and the program may change the variables
+        # again.
         with collectives.common_outcome(_WHAT, path):
             _check_copied(work)
         self._note_undo()
         self._pending = pending
         if collectives.rank:
+            # If the writer is lost, one of these ranks finds out at the exit whether the file is
+            # there.
             if collectives.is_elastic:
                 _unended.add(self)
             return
@@ -169,6 +179,8 @@ class BackgroundSaver:
             then()
             _logger.info("Checkpoint %s written in %.2f s", path, time.perf_counter() - began_s)
 
+        # A unit that is repeated after a loss would otherwise begin a second thread for the same
+        # file.
         collectives.on_commit(functools.partial(self._start, write))
 
     def _start(self, write: Callable[[], None]) -> None:
@@ -187,9 +199,13 @@ class BackgroundSaver:
         pending = self._pending
         if pending is None:
             return False
+        # Forgotten before the wait: an error of this file is raised once, and the save after it is
+        # not refused because of it.
         self._note_undo()
         self._pending = None
         is_writer = self._wait is not None
+        # No rank has a thread, so the one that had it is lost. The first rank that is left looks at
+        # the file.
         if collectives.is_elastic and not any(collectives.gather_json(is_writer, _WHAT)):
             _unended.discard(self)
             is_there = bool(collectives.on_root(pending.settle, _WHAT, pending.path))
@@ -218,9 +234,11 @@ class BackgroundSaver:
             elif pending is not None:
                 failed = failed_world_ranks()
                 if pending.ranks[0] not in failed:
+                    # Asked again in the last round: the writer may still be lost.
                     return False
                 world = started_world()
                 # To MPI, ranks that have ended are as lost as those that have died.
+                # Only one rank settles, or two would remove the same files.
                 is_next = world and pending.ranks[1:2] == (world.rank,)
                 if is_next and not pending.settle():
                     pending.warn()
@@ -249,6 +267,8 @@ class _Unended:
 
     def add(self, saver: BackgroundSaver) -> None:
         """Wait for `saver` at the end of the program."""
+        # A fork copies only the thread that calls it (fork(2)): a child has no thread that writes,
+        # and must not wait for the savers of its parent.
         if self._pid != os.getpid():  # the first, also the first of a fork
             self._pid = os.getpid()
             self._savers.clear()
@@ -268,6 +288,7 @@ class _Unended:
 
     def is_at_work(self) -> bool:
         """Return whether a file may not be on disk yet."""
+        # A copy of the set, because a different thread may ask while this one adds a saver.
         return any(saver.is_writing() for saver in list(self._savers))
 
 

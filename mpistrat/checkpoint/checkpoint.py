@@ -54,6 +54,8 @@ def save(
             writing.write(collectives, _WHAT)
         else:
             file.write_each(items)
+        # After the other items, because `others` collects the sharded tensors while these are
+        # drawn.
         sharded.write(collectives, _WHAT)
     if collectives.rank == 0:
         _logger.info("Checkpoint %s written in %.2f s", target, time.perf_counter() - began_s)

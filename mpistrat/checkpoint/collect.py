@@ -105,9 +105,13 @@ class StateCollector:
         self._keys: dict[str, set[str]] = {}
         """Of the tensors that are to be equal on all ranks, by the path of their object."""
         self._drifted: set[str] = set()
+        # Three short digests per rank are exchanged, however large the state is. Details are
+        # gathered only if they differ.
         of_ranks = self.collectives.on_all(
             lambda: self._check(root, replaces, drift), what, self.path
         )
+        # Paths first: states and values can be compared by name only if all ranks have the same
+        # names.
         if any(each[0] != of_ranks[0][0] for each in of_ranks):
             _refuse_differing(self.collectives, what, self.path, tree)
         if any(each[1] != of_ranks[0][1] for each in of_ranks):
@@ -142,6 +146,8 @@ class StateCollector:
         for name, variable in self._tree.variables.items():
             if is_compared and not isinstance(variable, WrittenTogether | SyncOnReadVariable):
                 self._digests[name] = f"{digest_of(variable._storage):016x}"
+        # Kept apart from `_digests`: a difference there refuses the save, while `drift` may ask
+        # only for a warning here.
         if is_compared and drift != "ignore":
             self._mirrored = mirrored_digests(self._tree.variables)
             self._mirrored |= tensor_digests(self._states, self._keys)
@@ -184,6 +190,8 @@ class StateCollector:
 
         One variable at a time comes to rank 0, so drop each item before the next one.
         """
+        # In the same order on every rank, which the constructor has compared: most items are
+        # collective.
         for name, variable in self._tree.variables.items():
             if variable._placement.is_in_parts and self._keeps_parts(variable):
                 yield _item_of_parts(name, variable, self._is_parallel)
@@ -196,6 +204,8 @@ class StateCollector:
         for name, own in self._of_replicas.items():
             join = gather_states(self.collectives, self._what, name, own)
             items: list[Item] = []
+            # `join` is there only on rank 0, and calls code of the user. Its outcome is shared
+            # before the next collective, which the others would otherwise reach without rank 0.
             with self.collectives.common_outcome(self._what, name):
                 if join is not None:
                     items += self._items_of_state(name, split_state(join(), name))
@@ -223,6 +233,8 @@ class StateCollector:
             elif self._is_parallel and key in mirrored and path not in self._drifted:
                 yield _item_of_tensor(path, array, BufferLifetime.EVERYWHERE)
             elif self.collectives.rank == 0:
+                # A view shows memory of the tensor, which stays. A copy belongs to this item, and
+                # goes with it.
                 life = BufferLifetime.LONG if array.is_view else BufferLifetime.BRIEF
                 yield _item_of_tensor(path, array, life)
 
@@ -242,6 +254,8 @@ def _item_of(name: str, variable: Variable, has_drifted: bool) -> Item:
     """Bring the values of one variable to rank 0. **Collective**."""
     value = variable._save_value()
     placement = variable._placement
+    # The value is either the storage of the variable itself, which stays until the end of the save,
+    # or an array that was created for this call.
     is_kept = placement.is_here and value is variable._storage
     life = BufferLifetime.LONG if is_kept else BufferLifetime.BRIEF
     is_whole = isinstance(variable, MirroredVariable) and not placement.is_in_parts
@@ -262,6 +276,8 @@ def _described(name: str, variable: Variable, value: Array | None) -> Item:
 
 def _item_of_parts(name: str, variable: Any, is_parallel: bool) -> Item:
     """Return an item whose values each rank writes, or which come to rank 0 in pieces."""
+    # It has the shape and dtype of the whole variable and no memory for it: all elements are the
+    # same zero, with strides of 0.
     blank = np.broadcast_to(np.zeros((), variable.dtype), variable.full_shape)
     item = _described(name, variable, blank)
     block = variable._placement.block
@@ -363,6 +379,8 @@ def _digest_of_state(state: SplitState, with_values: bool) -> str:
     rest, arrays = state
     digests = [digest_of_text(json.dumps(marked(rest), sort_keys=True).encode())]
     for key, array in sorted(arrays.items()):
+        # A sharded tensor has different elements on each rank by design: only its key, dtype and
+        # shape count.
         is_whole = isinstance(array, np.ndarray) or not array.num_ranks
         is_compared = with_values and is_whole
         digest = f"{digest_of_values(np.asarray(array)):016x}" if is_compared else ""
@@ -371,4 +389,5 @@ def _digest_of_state(state: SplitState, with_values: bool) -> str:
 
 
 def _digest_of_texts(texts: Iterable[str]) -> str:
+    # Separated, or the texts "ab", "c" and "a", "bc" would have the same digest.
     return digest_of_text("\0".join(texts).encode())

@@ -40,6 +40,8 @@ class StateLoading:
         self._state_of = state_of
         self._loaded: dict[str, tuple[Any, Any]] = {}
         """The objects that have been changed, and their states before."""
+        # Objects that may refuse are loaded first, while all that has changed can still be
+        # reversed.
         self._rest = {name: each for name, each in objects.items() if not _may_refuse(each)}
         self._objects = {name: each for name, each in objects.items() if name not in self._rest}
 
@@ -99,6 +101,8 @@ def _may_refuse(stateful: Any) -> bool:
 
 
 def _state_before(stateful: Any) -> Any:
+    # Such an object gets new tensors, so its old ones stay as they are. Others may write into the
+    # arrays that state_dict() has returned, so the state before must be a copy.
     if isinstance(stateful, TensorState) and stateful.replaces_tensors:
         return stateful.state_dict()
     return copy.deepcopy(stateful.state_dict())
@@ -187,6 +191,7 @@ def find_shards(
             name = names.get(id(tensor), "")
             if box is None or found.setdefault(name, box) != box:  # tied tensors may differ
                 whole.add(name)
+        # Tensors that no path names are under "".
         for name in whole | {""}:
             found.pop(name, None)
     return found
@@ -237,6 +242,8 @@ class DeferredSlot:
 
 def deferred_slots(tree: Tree) -> dict[str, DeferredSlot]:
     """Return by path the slots that variables of `tree` have or will have, made or not."""
+    # The first path of a variable counts. A later entry of a dict replaces an earlier one, so the
+    # paths come in reverse.
     own = {id(variable): path for path, variable in reversed(list(tree.variables.items()))}
     found = {}
     for owner_path, owner in tree.trackables.items():
@@ -269,6 +276,8 @@ def make_slots(
 def attach_slots(slots: Mapping[str, DeferredSlot], made: Mapping[str, Variable]) -> None:
     """Attach the slots that have been `made` to their owners, without filling them."""
     for path, child in {id(child): (path, child) for path, child in made.items()}.values():
+        # The slot gets its values from this file. The hook of an earlier restore would fill it
+        # again when it is attached.
         slots[path].owner._on_new_child = None
         slots[path].owner._attach_child(slots[path].name, child, of=slots[path].of)
 
@@ -361,6 +370,8 @@ class Restoration:
 
     def fill_new_child(self, prefix: str, name: str, child: object, of: object) -> None:
         """Fill the `child` that has been attached to the object at the path `prefix`."""
+        # `load_variables` and `take` remove entries from these dicts. A unit that is repeated after
+        # a loss needs them as they were.
         kept = {what: copy.copy(each) for what, each in vars(self).items()}
         on_undo(lambda: vars(self).update(kept))
         objects = {name: child} if of is None else {}
@@ -368,6 +379,7 @@ class Restoration:
         tree = walk(objects, prefix, dependents, self.variables)
         here = _ids(tree.variables)
         ready = [each for each in self.waiting if id(each[1].of) in here]
+        # The new variables may be those that slots have waited for; these are filled with them.
         if ready:
             tree = walk(objects, prefix, [*dependents, *ready], self.variables)
         assign_replicas(tree.stateful.values(), self.layout)

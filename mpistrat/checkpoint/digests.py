@@ -66,6 +66,8 @@ class PagedHash:
         """Take in the next bytes, those of a contiguous array."""
         data = memoryview(_bytes_of(part).data)
         while data:
+            # A full page is closed only when more bytes come. `result` closes the last one, which
+            # would otherwise be an empty page after a full one.
             if not self._left:
                 self._close_page()
             here = data[: self._left]

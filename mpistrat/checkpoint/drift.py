@@ -26,6 +26,7 @@ class _DriftAtSaveError(ReplicaDriftError, CheckpointError):
     """A save with ``drift="raise"`` has found replicas that differ."""
 
 
+# Tracebacks show the name of the public class.
 _DriftAtSaveError.__name__ = _DriftAtSaveError.__qualname__ = ReplicaDriftError.__name__
 
 

@@ -61,6 +61,7 @@ def marked(value: Any) -> Any:
         return [marked(item) for item in value]
     if isinstance(value, dict):
         items = {key: marked(item) for key, item in value.items()}
+        # A dict of the user that looks like a mark must come back as a dict.
         return {DICT: items} if _is_mark(value, FORMAT_VERSION) else items
     return value
 
@@ -92,6 +93,7 @@ def unmarked(value: Any, version: int = FORMAT_VERSION) -> Any:
 
 
 def _is_mark(value: dict[str, Any], version: int) -> bool:
+    # In files of the old version the later marks are keys like any other.
     return len(value) == 1 and next(iter(value)) in _MARKS[version]
 
 

@@ -50,6 +50,7 @@ def restore_newest(root: Trackable, directory: str, paths: Sequence[str]) -> str
         except CheckpointMismatchError:
             raise
         except CheckpointError as error:
+            # Every rank gets the error. Only the rank that has raised it first logs it.
             if not getattr(error, "_caused_elsewhere", False):
                 warn_of_damage(error)
             errors.append(error)
@@ -234,10 +235,13 @@ class CheckpointManager(Hinted):
         # Rank 0's clock decides, so that all ranks remove the same files.
         now_s = collectives.on_root(time.time, "CheckpointManager.save", self._directory)
         entry = Entry(self._retention.time_after_all(now_s), number, path)
+        # A plan, which counts once the new file is there: a save that fails must not remove an
+        # older file.
         planned = copy.copy(self._retention)
         surplus = planned.add(entry)
         if self._saver is not None:
             self._saver.begin(
+                # The thread that writes removes the old files after the new one is on disk.
                 *(self._checkpoint, path, number, entry.created_s),
                 *(lambda: _remove_all(surplus), self._drift),
             )
@@ -307,6 +311,7 @@ class CheckpointManager(Hinted):
     def _end(self) -> None:
         on_undo(functools.partial(vars(self).update, dict(vars(self))))
         assert self._saver is not None
+        # If the file could not be written, its plan goes with it, and the old files stay.
         planned, self._planned = self._planned, None
         if self._saver.end(self._collectives()) and planned is not None:
             self._retention = planned

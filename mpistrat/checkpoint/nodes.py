@@ -79,7 +79,10 @@ def _in_place() -> Any:
     h5p, h5d = h5py().h5p, h5py().h5d
     properties = h5p.create(h5p.DATASET_CREATE)
     properties.set_layout(h5d.CONTIGUOUS)
+    # By default HDF5 allocates contiguous storage at the first write (H5Pset_alloc_time), but large
+    # values are written past HDF5, at an offset that must be known before.
     properties.set_alloc_time(h5d.ALLOC_TIME_EARLY)
+    # No fill values come first: each byte is written once.
     properties.set_fill_time(h5d.FILL_TIME_NEVER)
     return properties
 

@@ -138,6 +138,7 @@ def part_of_name(name: str) -> str:
     ``dense/kernel`` is ``dense%2Fkernel``, so that variables called ``dense`` and
     ``dense/kernel`` can stand side by side in a file. `urllib.parse.unquote` brings a name back.
     """
+    # "%" first, or the "%" of the other two would be encoded again.
     part = name.replace("%", "%25").replace("/", "%2F").replace("\0", "%00")
     # HDF5 has no name for these two.
     return {"": "%", ".": "%2E"}.get(part, part)

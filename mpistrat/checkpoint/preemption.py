@@ -91,6 +91,8 @@ class PreemptionCheckpointHandler:
         numbers_of_signals = self._collectives.as_unit(_WHAT, agree)
         if walltime_margin_s is not None and self._collectives.rank == 0:
             _warn_without_end()
+        # Only after all ranks have agreed: if the arguments are wrong on one, no rank keeps a
+        # handler.
         for number in numbers_of_signals:
             self._previous[number] = signal.signal(number, self._note)
 
@@ -123,10 +125,13 @@ class PreemptionCheckpointHandler:
         CheckpointError
             As `CheckpointManager.save` does.
         """
+        # The same on all ranks, so all of them leave out the reduction below.
         if self._has_saved:
             return True
         if step is None and not self._manager._knows_step:
             self._warn_without_step()
+        # The clocks of nodes differ. The reduction below makes the first rank's notice that of all
+        # ranks, at the same step.
         if self._noticed is None and time.time() >= self._end_s:
             self._noticed = "the end of the job is near"
         self._own[0] = self._noticed is not None
@@ -177,6 +182,8 @@ class PreemptionCheckpointHandler:
         self._has_warned = True
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        # Python runs this between any two bytecodes of the main thread, also within a collective of
+        # the program. So it only leaves a note, and the save waits for the next step.
         if self._noticed is None:
             self._noticed = f"got {signal.Signals(number).name}"
 

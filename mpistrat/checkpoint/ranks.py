@@ -92,6 +92,8 @@ def share_out(sizes: Mapping[str, int], ranks: Sequence[int]) -> dict[str, int]:
     """Return which of `ranks` has each variable, so that each has about as many bytes."""
     loads = [(0, rank) for rank in ranks]
     owners = {}
+    # The largest first, each to the rank with the fewest bytes so far. Equal sizes go by name, so
+    # every rank that computes the division comes to the same one.
     for name in sorted(sizes, key=lambda each: (-sizes[each], each)):
         load, rank = heapq.heappop(loads)
         owners[name] = rank
@@ -101,6 +103,7 @@ def share_out(sizes: Mapping[str, int], ranks: Sequence[int]) -> dict[str, int]:
 
 def _num_threads(own: int, masks: Sequence[int]) -> int:
     """Return this rank's part of the cores that it may use, where others may use them too."""
+    # A core that three ranks may use counts as a third of a core for each.
     return round(sum(1 / sum(m >> core & 1 for m in masks) for core in cores_of_mask(own)))
 
 

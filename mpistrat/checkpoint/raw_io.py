@@ -57,6 +57,8 @@ class SharedCopies:
         if self._library is None or not is_plain or not is_large or not self._num_helpers:
             copy_to_host(target, source)
             return
+        # `begin_copy` copies rows that begin at byte offsets; here the whole array is one row, at
+        # 0.
         row = target.reshape(1, -1)
         copy = self._library.begin_copy(source, _AT_BEGIN, None, row, self._num_helpers)
         self._begun.append(copy)
@@ -89,6 +91,8 @@ def selections(
     if 0 in shape:
         return
     row_bytes = [math.prod(shape[axis + 1 :]) * item_bytes for axis in range(len(shape))]
+    # The first axis along which one step fits into a piece: a range along it, with one index for
+    # each axis before it, is contiguous.
     axis = next(axis for axis, size_bytes in enumerate(row_bytes) if size_bytes <= _BYTES)
     step = _BYTES // row_bytes[axis]
     if chunks is not None and chunks[axis] * row_bytes[axis] <= _BYTES_OF_CHUNKS:
@@ -139,6 +143,8 @@ class Checksum:
         Where it `is_view` of memory that is there anyway, any number of pieces may wait. Raises
         what went wrong with an earlier piece.
         """
+        # All parts of an array go to one thread, in order: the digest and `InOrder` both depend on
+        # the order of the parts.
         self._waits.append(self._thread.submit(lambda: self._absorb(piece)))
         if not is_view and len(self._waits) > _MAX_BEHIND:
             self._waits.popleft()()
@@ -178,6 +184,7 @@ class ChecksumPool:
     ) -> Checksum:
         """Return the digest of another array, of the kind of `like`; see `Checksum`."""
         self._count += 1
+        # Arrays are spread over the threads, never the parts of one array (see `Checksum.update`).
         thread = self._threads[self._count % len(self._threads)]
         return Checksum(thread, self._stop, before, after, like)
 
@@ -187,6 +194,8 @@ class ChecksumPool:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             self._stop.set()
+        # Once drained, no thread uses a descriptor or an array any more, and the caller may close
+        # or change them.
         for thread in self._threads:
             thread.drain()
             thread.close()
@@ -210,6 +219,8 @@ class InOrder:
 
 def write_at(handle: int, offset: int, piece: np.ndarray) -> None:
     """Write the bytes of `piece` to an open file, and have the system begin to flush them."""
+    # pwrite may write less than it is asked to; on Linux never more than 0x7ffff000 bytes at a time
+    # (write(2)).
     left = memoryview(piece.reshape(-1).view(np.uint8).data)
     while left:
         written = os.pwrite(handle, left, offset)
@@ -235,6 +246,8 @@ def reading_ahead(path: str) -> Iterator[None]:
 
     def read() -> None:
         scratch, offset = bytearray(_BYTES_AT_ONCE), 0
+        # Errors are not reported here: whoever needs the bytes gets the same error when it reads
+        # them.
         with contextlib.suppress(OSError), open(path, "rb", buffering=0) as file:
             while not is_over.is_set() and _is_before_end(file.fileno(), offset):
                 if not _is_in_memory(file.fileno(), offset):
@@ -260,6 +273,8 @@ def _is_in_memory(handle: int, offset: int) -> bool:
     if not hasattr(os, "RWF_NOWAIT"):
         return False
     try:
+        # preadv2(2): with RWF_NOWAIT a read fails with EAGAIN, Python's BlockingIOError, if it
+        # would wait for the disk. One byte stands for the block that begins there.
         os.preadv(handle, [bytearray(1)], offset, os.RWF_NOWAIT)
     except BlockingIOError:
         return False

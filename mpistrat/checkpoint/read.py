@@ -108,6 +108,8 @@ class SharedFile:
     def open(self, is_root: bool, stack: contextlib.ExitStack) -> dict[str, Any]:
         """Open the file until `stack` is closed, and return what other ranks must know of it."""
         if is_root:
+            # h5py walks the tree of the file in many small reads. Meanwhile a thread reads the rest
+            # from the disk into the page cache.
             with reading_ahead(self.path):
                 self._reader = stack.enter_context(open_checkpoint(self.path))
             self._handle = self._reader.handle
@@ -115,6 +117,7 @@ class SharedFile:
         try:
             self._handle = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)  # may be a pipe here
         except OSError:
+            # Not an error: other ranks then read for this one, and broadcast.
             return {}
         stack.callback(os.close, self._handle)
         return _identity(self._handle)
@@ -130,6 +133,8 @@ class SharedFile:
             each.get("file", [])[2:] == root["file"][2:] for each in of_ranks
         )
         self._is_on_one_node = all(each.get("file") == root["file"] for each in of_ranks)
+        # Only ranks that have opened the inode of rank 0 on its node read: on a different node the
+        # same path may name a different file.
         workers = [
             each["worker"] if each.get("file") == root["file"] else None for each in of_ranks
         ]
@@ -141,8 +146,11 @@ class SharedFile:
 
         Of some each rank needs one of the `shards`, and of the `variables` all.
         """
+        # Each rank reads only its shard, so this pays on several nodes too.
         if self._is_seen_by_all:
             self.shards = {name: box for name, box in shards.items() if name in self._blocks}
+        # Here every rank reads the whole variable. On one node the second read comes from the page
+        # cache; on several nodes one read and a broadcast replace it.
         if self._is_on_one_node:
             self.in_place = {
                 name: variable
@@ -174,6 +182,8 @@ class SharedFile:
         part = _Part(self.path, self._handle, self._work.num_threads)
         blocks = {name: (self._blocks[name], self.shapes[name]) for name in self._work.own}
         left = self.shards.keys() | self.in_place.keys()
+        # What stays in the file is only verified now, each variable by one rank. Its values are
+        # read after all ranks have found everything intact.
         part.read_blocks({name: each for name, each in blocks.items() if name not in left})
         part.verify_blocks({name: block for name, (block, _) in blocks.items() if name in left})
         if self._reader is not None:
@@ -201,7 +211,9 @@ class SharedFile:
                 ) from reason
 
         if self.in_place:
+            # os.preadv releases the GIL, so the threads read at the same time.
             with ThreadPoolExecutor(max(self._work.num_threads, 1), "mpistrat-read") as threads:
+                # The results are consumed because only that raises the error of a thread.
                 for _ in threads.map(load, self.in_place):
                     pass
 
@@ -259,10 +271,14 @@ class _Part:
             digesters = {}
             for name, (block, (shape, dtype)) in blocks.items():
                 array = self.arrays[name] = np.empty(shape, dtype)
+                # Each part is read right before it is hashed, in the same thread: it is then still
+                # in the cache of its core. The array is a view of its memory, so nothing waits
+                # here.
                 digesters[name] = digests.begin(
                     before=InOrder(read_at, self._handle, block.offset), like=block.digest
                 )
                 digesters[name].update(array.reshape(-1), is_view=True)
+            # Only after all are begun, or the variables would be read one after the other.
             for name, (block, _) in blocks.items():
                 try:
                     with naming_damage(self._path, name):
@@ -321,9 +337,14 @@ def load_variables(call: CollectiveCall, values: Values, variables: Mapping[str,
     variables = {name: variables[name] for name in names}
     owners = sorted({values.owner(name) for name in variables})
     senders = [_pieces_from(owner, values, variables) for owner in owners]
+    # Owners, names and shapes are the same on every rank, so all ranks broadcast the same buffers
+    # in the same order. A rank that ordered them differently would mix up variables, or wait
+    # forever.
     for row in itertools.zip_longest(*senders):
         moving = [(owner, each) for owner, each in zip(owners, row, strict=True) if each]
         broadcast_each(call, [each.buffer for _, each in moving], [owner for owner, _ in moving])
+        # Before the next row: `_pieces_to_assign` reuses the memory of a piece for the one after
+        # it.
         for _, each in moving:
             each.assign()
     for name, variable in variables.items():
@@ -354,6 +375,9 @@ def _pieces_from(owner: int, values: Values, variables: Mapping[str, Variable]) 
             continue
         array = values.arrays.get(name)
         if array is not None or has_bytes_of_file(variable):
+            # The broadcast writes straight into the storage of the variable. The pieces end where
+            # those of `_pieces_to_assign` end, so sender and receivers have buffers of equal
+            # length.
             memory = variable._storage if array is None else array
             yield from map(_Piece, pieces(memory, BYTES_PER_PIECE))
         else:

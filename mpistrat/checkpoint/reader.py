@@ -83,6 +83,8 @@ class CheckpointReader:
             contents = survey(file)
         self.header = _read_header(file, path)
         with naming_damage(path, "the tree"):
+            # After the header: a file of a different program gets the error that it is not a
+            # checkpoint, and not one about its groups.
             contents.check({VARIABLES, STATE}, {DIGESTS, REPLICAS})
         self._nodes = contents.below(VARIABLES)
         self._state = contents.below(STATE)
@@ -115,12 +117,15 @@ class CheckpointReader:
                     offset = offset_of_block(node, num_bytes)
                 if offset is None:
                     num_bytes = check_layout(node, dtype.itemsize, file_bytes)
+                # By identity, because the components of a variable have the same path in a
+                # different group.
                 elif self._nodes.get(name) is node:  # its bytes lie here as they are in memory
                     self._offsets[name] = offset
                 unpacked += num_bytes
                 check_expansion(unpacked, file_bytes)
         begin = len(found) - len(self._replicas)
         self.replicas = dict(zip(self._replicas, found[begin:], strict=True))
+        # Not strict: after the variables, `found` also has the states and the components.
         for (name, node), (shape, dtype) in zip(self._nodes.items(), found, strict=False):
             with naming_damage(self.path, name):
                 self.variables[name] = _read_info(node, shape, dtype)
@@ -168,6 +173,8 @@ class CheckpointReader:
 
         ``None`` where they do not lie there as one block, as they do in memory.
         """
+        # An empty variable has no bytes to read, so every offset is right. None would send its
+        # reader to HDF5.
         return self._offsets.get(name) if self.variables[name].size_bytes else 0
 
     def blocks(self, least_bytes: int) -> dict[str, Block]:
@@ -293,6 +300,8 @@ class CheckpointReader:
         check_layout(dataset.id, 1, self.path.stat().st_size)
         check_streams(dataset)
         digests: np.ndarray = dataset[()]
+        # The digest of a paged variable is the digest of its page digests, so it proves this table
+        # too.
         if digest_of_pages(digests.tobytes()) != self.variables[name].digest:
             raise ValueError("the digests of its pages are damaged")
         return digests
@@ -302,6 +311,8 @@ class CheckpointReader:
 def open_checkpoint(path: str | os.PathLike[str]) -> Iterator[CheckpointReader]:
     """Open a checkpoint file for reading."""
     path = Path(path)
+    # Only a file that is there and may be read can be damaged. Otherwise the path or its
+    # permissions are wrong.
     readable = os.path.isfile(path) and os.access(path, os.R_OK)
     error = CheckpointCorruptError if readable else CheckpointError
     with open_for_reading(path, error) as file:
@@ -313,6 +324,8 @@ def _read_header(file: Any, path: Path) -> Header:
     with naming_damage(path, "the attributes of the root group"):
         given: dict[str, Any] = {name: read_attribute(file.id, name) for name in (*known, "digest")}
     if given["format"] != FORMAT:
+        # The other attributes are those of mpistrat, so this one was damaged. A different program's
+        # file has none of them.
         if given["format_version"] is not None and given["mpistrat_version"] is not None:
             raise CheckpointCorruptError(
                 f"The checkpoint {path} is damaged: its attribute 'format' is "
@@ -372,6 +385,7 @@ def naming_damage(path: str | os.PathLike[str], where: str) -> Iterator[None]:
     """Turn errors of h5py, NumPy and json over bad bytes into a `CheckpointCorruptError`."""
     try:
         yield
+    # MemoryError too: damaged bytes can claim any shape.
     except (OSError, RuntimeError, ValueError, TypeError, LookupError, MemoryError) as reason:
         text = " ".join(str(reason).split()) or type(reason).__name__
         raise CheckpointCorruptError(

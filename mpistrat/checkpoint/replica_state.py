@@ -107,6 +107,8 @@ class PerReplicaState:
                     "and PerReplicaState was given no reshard function"
                 )
             found = len(states)
+            # On every rank with the states of all replicas: each rank then takes its own from the
+            # result.
             states = list(self._reshard(states, self._num_replicas))
             if len(states) != self._num_replicas:
                 raise ValueError(
@@ -201,6 +203,7 @@ def gather_states(
         for array in arrays.values()
     ]
     with collectives.call(what, name) as call:
+        # First, because the gather below needs the lengths of all ranks.
         of_ranks = call.exchange(described)
         num_bytes = [
             sum(_num_bytes(*head[1:]) for _, heads in found for head in heads)
@@ -211,6 +214,8 @@ def gather_states(
         data = np.concatenate([np.empty(0, np.uint8), *own])
         gathered = collectives.channel.transport.gather(data, num_bytes, 0)
     of_replicas = [each for rank in senders for each in of_ranks[rank]]
+    # Only a function: joining may fail, and `StateCollector.items` calls it where the other ranks
+    # learn of that.
     return None if gathered is None else functools.partial(_join_all, of_replicas, gathered)
 
 
@@ -265,6 +270,8 @@ def read_components(
                     "and the same OPENBLAS_NUM_THREADS (mpistrat run: --threads).",
                     *(path, header.arithmetic, collectives.arithmetic),
                 )
+            # Components of a different number of replicas belong to none of today's. The variables
+            # then have what the restore has made of the total.
             is_fitting = header.num_replicas == num_replicas
             names = wanted if is_fitting else []
             if is_fitting or num_replicas == 1:

@@ -58,6 +58,9 @@ class RestoreStatus:
     def __init__(self, root: Trackable, restoration: Restoration, warns: bool) -> None:
         self._root = root
         self._restoration = restoration
+        # finalize keeps its arguments alive until it runs, so it gets the two dicts and not
+        # `restoration`, which would then never be collected. `take` removes entries from these same
+        # dicts.
         self._warning = weakref.finalize(
             restoration, _warn_of_rest, restoration.path, restoration.arrays, restoration.state
         )
@@ -166,9 +169,13 @@ def restore(
     collectives = collectives_for(tree, _WHAT)
     path = agree_on_path(collectives, _WHAT, path)
     layout = collectives.layout
+    # The file stays open to the end of the restore. If a different process renames a new checkpoint
+    # over the path meanwhile, all ranks still read the file that they checked.
     with open_together(collectives, _WHAT, path) as file:
         state, shapes = file.state, file.shapes
         slots = deferred_slots(tree)
+        # Created before the check, but attached to their owners only at the end: a restore that is
+        # refused leaves the optimizer without new slots.
         made = make_slots(slots, tree, shapes)
         tree.variables |= made
         fresh = fresh_slots(slots, tree, {*shapes, *state})
@@ -186,6 +193,8 @@ def restore(
         values = _read(collectives, file, check)
         here = variables.keys() | file.shards.keys()
         others = {name: shape for name, shape in shapes.items() if name not in here}
+        # Read here, before the first object changes, so that damaged components refuse the restore
+        # too.
         components = read_components(collectives, path, variables, others)
         restoration = Restoration(
             path,
@@ -197,10 +206,14 @@ def restore(
         loading = _load_state(collectives, restoration, tree)
         with collectives.call(_WHAT, path) as call:
             loading.load_rest()
+            # The descriptor is closed at the end of this block. Objects that are attached later
+            # must not read from its number, which the system may have given to a different file.
             restoration.read_shards = no_shards
             call.agree("values of variables")
             sent = {n: each for n, each in variables.items() if n not in file.in_place}
             load_variables(call, values, sent)
+        # When the file was saved, its program had not created these slots yet, and a new slot is
+        # zero.
         for variable in fresh.values():
             variable._load_value(np.zeros(variable.full_shape, variable.dtype))
         with collectives.common_outcome(_WHAT, path):  # no rank reads what others still load
@@ -226,6 +239,8 @@ def _read(collectives: Collectives, file: SharedFile, check: Callable[[], None])
         return file.damage
 
     damage: dict[str, str] = {}
+    # Damage is returned, not raised: every rank reads its part to the end, and one error names all
+    # that is damaged on any rank.
     for each in collectives.on_all(check_and_read, _WHAT, file.path):
         damage |= each
     if damage:
@@ -252,6 +267,8 @@ def _load_state(collectives: Collectives, restoration: Restoration, tree: Tree) 
     try:
         with collectives.common_outcome(_WHAT, restoration.path):
             loading.load()
+    # A refusal on one rank raises on all of them, so every rank gives its objects their old states
+    # back.
     except Exception:
         loading.undo()
         raise

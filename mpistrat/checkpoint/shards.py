@@ -69,6 +69,8 @@ def write_box(handle: int, extent: Extent, shape: Sequence[int], box: Box, value
         return Written(0, 0)
     length, begins = _runs(shape, box)
     num_bytes = length * extent.item_bytes
+    # `write_at` asks for a flush of what it has written. For short runs that would cost a system
+    # call each, and flush a page that the next run changes again.
     write = write_at if num_bytes >= BYTES_WORTH_A_THREAD else _write_run
     for number, begin in enumerate(begins):
         run = flat[number * num_bytes : (number + 1) * num_bytes]
@@ -113,6 +115,8 @@ def has_part_of_file(variable: Variable) -> bool:
 def read_own(handle: int, extent: Extent, variable: Variable) -> None:
     """Read what this rank holds of a variable that lies in `extent` of a file."""
     block, own = variable._placement.block, variable._own_storage
+    # `read_at` moves the bytes of the file into the storage of the variable, without a copy
+    # between.
     if block is None:
         read_at(handle, extent.offset, own)
     else:
@@ -188,11 +192,13 @@ class Room:
     def open(self, must_be_there: bool = False, flags: int = os.O_WRONLY) -> int | None:
         """Return a descriptor of the file, ``None`` where this rank does not see it."""
         try:
+            # O_NONBLOCK: a path that is a pipe on this node must not block the rank forever.
             handle = os.open(self.path, flags | os.O_NONBLOCK)
         except OSError:
             if must_be_there:
                 raise
             return None
+        # On this node the path may name a file on a local disk. Only the inode tells them apart.
         if os.fstat(handle).st_ino == self.inode:
             return handle
         os.close(handle)
@@ -206,6 +212,8 @@ def sign(
     found: Mapping[str, Written],
 ) -> None:
     """Check that the arrays `found` in the file consist of these `parts`, and add their digests."""
+    # Two proofs that do not depend on the order of elements: their number, and the exclusive or of
+    # all of them, which is zero if written and found elements agree.
     for name, whole in found.items():
         num_items = sum(each.num_items for each in parts[name])
         if num_items != whole.num_items:

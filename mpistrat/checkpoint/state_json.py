@@ -81,6 +81,7 @@ def exact_mark(value: Any, where: str, rest: Callable[[Any], Any]) -> Mark | Non
 
 def _name_of(kind: type, where: str) -> str:
     name = f"{kind.__module__}:{kind.__qualname__}"
+    # A restore looks for the class by this name, so it must be found by it now.
     if _find(name) is not kind:
         raise TypeError(
             f"{where}, but no class is found as {kind.__module__}.{kind.__qualname__}. Define it "
@@ -92,6 +93,7 @@ def _name_of(kind: type, where: str) -> str:
 def _find(name: str) -> Any:
     """Return what has the name in the modules of the program, or ``None``."""
     module, _, path = name.partition(":")
+    # Never imported: a file must not decide which code runs.
     found: Any = sys.modules.get(module)
     for attribute in path.split("."):
         found = getattr(found, attribute, None)
@@ -157,6 +159,7 @@ def split_state(state: object, owner: str, is_of_tensors: bool = False) -> Split
         )
     splitter = _Splitter(owner, is_exact=not (is_of_tensors or holds_tensors(state)))
     rest = splitter.rest(state, "", plain=True)
+    # `join` takes a None at the path of an array for the place of that array.
     for path in splitter.nones & splitter.arrays.keys():
         raise ValueError(
             f"state_dict() of {owner!r} has two entries with the path {path!r}. Use keys "
@@ -216,6 +219,8 @@ class _Splitter:
             self.take(value, path)
             if self.is_exact and isinstance(value, np.generic):
                 return Mark(SCALAR, str(value.dtype))
+            # Below plain dicts the path alone says where an array belongs. In a list, None keeps
+            # its place.
             return _ABSENT if plain else None
         if is_tensor(value):
             return self.take_tensor(value, path)

@@ -54,6 +54,8 @@ def survey(file: Any) -> Contents:
     """
     contents = Contents()
     h5 = h5py()
+    # Hard links can make a group its own descendant, and give a large array thousands of names. So
+    # each object is taken once, and the root is among them.
     addresses = {h5.h5o.get_info(file.id).addr}
     stack = [("", file.id, 1)]
     while stack:
@@ -61,6 +63,7 @@ def survey(file: Any) -> Contents:
         for link in list(group):
             name = link.decode(errors="surrogateescape")
             path = above + name
+            # Before anything is opened: to open an external link would open a different file.
             found = group.links.get_info(link)
             problem = _problem_of_link(found, name, depth)
             if problem:
@@ -113,9 +116,12 @@ def check_layout(dataset: Any, item_bytes: int, file_bytes: int) -> int:
     of_chunk = properties.get_chunk() if layout == h5py().h5d.CHUNKED else ()
     if of_chunk:
         chunks = [-(-length // part) for length, part in zip(shape, of_chunk, strict=True)]
+        # A chunk in the file takes at least a byte. A false number would make the lists of chunks
+        # fill the memory.
         if math.prod(chunks) > file_bytes:
             raise ValueError(f"it has {math.prod(chunks)} chunks, more than the file has bytes")
     _check_filters(_filters(properties))
+    # HDF5 decodes a whole chunk, even if the array is smaller.
     unpacked: int = max(math.prod(shape), math.prod(of_chunk)) * item_bytes
     return unpacked
 

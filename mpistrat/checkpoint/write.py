@@ -64,6 +64,8 @@ class RootWork:
         if self._is_root and self._failure is None:
             try:
                 do(*arguments)
+            # Not raised here: the other ranks are already on their way to the next collective, and
+            # would wait there for rank 0.
             except Exception as error:
                 self.abandon(error)
 
@@ -108,11 +110,14 @@ class RootFile(RootWork):
         if item.pieces is None:
             self.attempt_with(lambda writer: writer.add(item))
             return
+        # Empty on other ranks, and on rank 0 after a failure. The pieces are drawn anyway, because
+        # that is collective.
         steps: list[Callable[..., None]] = []
         self.attempt_with(lambda writer: steps.extend(writer.begin(item)))
         for piece in item.pieces:
             if steps:
                 self.attempt(steps[0], piece)
+            # Or the next piece would be created while this one is still in memory.
             del piece
         if steps:
             self.attempt(steps[1])
@@ -129,6 +134,8 @@ class RootFile(RootWork):
         if self._writer is not None:
             self._writer = None
             try:
+                # The rest of `create_checkpoint` runs with the error: it removes the temporary
+                # file, and the file under `path` stays.
                 self._context.__exit__(type(error), error, error.__traceback__)
             except Exception as explained:
                 self._failure = explained
@@ -151,6 +158,8 @@ def file_of_root(gathering: StateCollector, what: str, header: Header) -> Iterat
     file = RootFile(collectives, path, header, gathering.writers)
     try:
         yield file
+    # No common outcome after this: an error outside of `attempt` may leave the ranks at different
+    # calls.
     except BaseException as error:
         file.abandon(error)
         raise
@@ -228,6 +237,8 @@ class ParallelWriting:
             return {name: asdict(each) for name, each in written.items()}
 
         try:
+            # Two rounds, because the work is divided among the ranks that can open the file, and
+            # all must know which these are before one of them writes.
             workers = collectives.on_all(open_file, what, self._path)
             sizes = {name: each.num_bytes for name, each in room.extents.items()}
             work = divide_work(sizes, workers, rank)
@@ -253,6 +264,8 @@ class ParallelWriting:
     def _complete(self, writer: CheckpointWriter, reports: Sequence[Mapping[str, Any]]) -> None:
         """Write on rank 0 what the others have left to it, once it sees what they have written."""
         extents = self._room.extents if self._room is not None else {}
+        # On a file system that does not show rank 0 the bytes of other nodes, the digests below
+        # would be those of data that are not in the file. One page of each variable shows that.
         for rank, report in enumerate(reports):
             for name, each in report.items():
                 written, begin = _WrittenVariable(**each), extents[name].offset
@@ -265,6 +278,8 @@ class ParallelWriting:
                         "file system does not show all nodes the same. Save with parallel=False."
                     )
                 rest = np.frombuffer(base64.b64decode(written.rest), np.uint8)
+                # The end of a variable shares its page with whatever comes next, so only rank 0
+                # writes that page.
                 end = begin + extents[name].num_bytes
                 with explaining(self._path):
                     write_at(writer.handle, end - rest.size, rest)
@@ -295,6 +310,8 @@ class _WholePages:
 
     def __call__(self, part: np.ndarray) -> None:
         data = part.view(np.uint8)
+        # `_left` counts the bytes of whole pages that are still to come. Whatever follows them goes
+        # to rank 0, in the report.
         self._first_page = self._first_page or digest_of_array(data[:_PAGE]).text
         self._rest += data[self._left :].tobytes()
         self._write(data[: self._left])
@@ -318,6 +335,8 @@ class PageRun(NamedTuple):
 
 def runs_of_ranks(sizes: Mapping[str, int], num_ranks: int) -> list[list[PageRun]]:
     """Divide the pages of arrays of these `sizes` in bytes among the ranks, in order."""
+    # An empty array counts as a page: an array in no run would get no digest, and its file would
+    # count as damaged.
     pages = {name: max(1, ceil_div(size, PAGE_BYTES)) for name, size in sizes.items()}
     runs: list[list[PageRun]] = []
     begin = 0  # of a rank's pages among all
@@ -349,6 +368,8 @@ def digests_of_runs(
         whole = extents[name]
         for pages in cut(stop - start, _PAGES_AT_ONCE):
             first, last = (start + each for each in (pages.start, pages.stop))
+            # Parts begin at a multiple of PAGE_BYTES, so `join_runs` gets the digests of the same
+            # pages as if one thread had read the whole array.
             begin, end = first * PAGE_BYTES, min(last * PAGE_BYTES, whole.num_bytes)
             parts[name, first] = Extent(whole.offset + begin, end - begin, whole.item_bytes)
     found = digests_in_file(handle, parts, num_threads)
@@ -409,6 +430,8 @@ class ShardedWriting:
         names = [name for name, mesh in meshes.items() if mesh == of_ranks[0]["meshes"][name]]
         workers = [each["worker"] for each in of_ranks]
         is_spread = len({host for host, _ in workers}) > 1
+        # When this returns, the shards of all ranks are in the file, so each rank may read pages
+        # that others have written.
         written = collectives.on_all(
             lambda: self._write_shards(room, names, is_spread), what, self._path
         )
@@ -451,6 +474,8 @@ class ShardedWriting:
         return written
 
     def _digest(self, room: Room, runs: Iterable[PageRun], num_threads: int) -> list[Digested]:
+        # Opened again, after all writers have closed it: NFS promises to show what other nodes have
+        # written only then (nfs(5), close-to-open consistency).
         handle = self._open(room, os.O_RDONLY)
         try:
             with explaining(self._path):

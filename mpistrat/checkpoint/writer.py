@@ -114,6 +114,7 @@ class CheckpointWriter:
         self.temporary: str = file.filename
         self.handle: int = file.id.get_vfd_handle()
         self.groups = Groups(file)
+        # The look-up creates the group. The reader requires both, also if one is empty.
         for name in (VARIABLES, STATE):
             self.groups[name]
         self._stack = stack
@@ -124,6 +125,8 @@ class CheckpointWriter:
     @functools.cached_property
     def _digests(self) -> ChecksumPool:
         """Threads that only a checkpoint of large arrays needs."""
+        # An ExitStack ends its contexts in reverse order: the threads end before the file is
+        # closed, so none writes to a closed descriptor.
         return self._stack.enter_context(ChecksumPool())
 
     def add(self, item: Item) -> None:
@@ -168,6 +171,8 @@ class CheckpointWriter:
         """
         with explaining(self._path):
             offset = self._make_room(item, array)
+            # `hdf5._create` has asked HDF5 for this alignment. Without it two ranks could write to
+            # one page.
             if array.nbytes >= BYTES_WORTH_A_THREAD and offset % mmap.PAGESIZE:
                 where = f"at byte {offset}, inside of a page"
                 raise RuntimeError(f"HDF5 has placed {item.path} {where}")
@@ -191,6 +196,8 @@ class CheckpointWriter:
         dataset = self._reserved[item.path] = self._create(item, array)
         if not array.size:
             return 0
+        # Known at once, because `nodes._in_place` has HDF5 allocate the space when the dataset is
+        # created.
         offset = dataset.get_offset()
         if offset is None:
             raise RuntimeError(f"HDF5 has no place for the {array.nbytes} bytes of {item.path}")
@@ -212,6 +219,8 @@ class CheckpointWriter:
         digester = self._digests.begin(after=InOrder(write_at, self.handle, offset))
         for piece in pieces_on_host(array):
             digester.update(piece, is_view=is_on_host(array))
+        # The next item replaces this array, so all of it must be on its way to the file before
+        # `add` returns.
         if item.life is BufferLifetime.BRIEF:
             self.set_digest(item.path, digester.result())
         else:
@@ -237,6 +246,8 @@ def create_checkpoint(
             if writers is None:
                 file = stack.enter_context(hdf5.create_atomically(path))
             else:
+                # Early, before all data are written. `commit` checks again while it holds the
+                # claim, since a different writer may finish first.
                 writers.check(Path(os.path.realpath(path)))
                 commit = functools.partial(writers.commit, created=header.created)
                 file = stack.enter_context(hdf5.create_atomically(path, commit))
@@ -245,6 +256,8 @@ def create_checkpoint(
                 write_attribute(writer.groups[VARIABLES], WRITERS, str(writers))
         yield writer
         writer.finish()
+        # Threads end, HDF5 closes the file, then fsync and the rename: all of it can still fail for
+        # lack of space.
         with explaining(path):
             stack.close()
 

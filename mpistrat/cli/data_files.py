@@ -383,6 +383,7 @@ def _objects_of(file: Any) -> tuple[dict[str, Any], dict[str, str]]:
     Each dataset is under its first name, and a link is the text of its target, not followed.
     """
     h5py = hdf5.h5py()
+    # The root is among them: a hard link may lead back to it.
     seen = {_address(file.id): "/"}
     found: dict[str, Any] = {}
     damaged: dict[str, str] = {}

@@ -99,6 +99,8 @@ def _channels(
         seen: dict[tuple[int, ...], int] = {}
         for channel in dump["channels"]:
             members = tuple(r for a, b in channel["members"] for r in range(a, b + 1))
+            # Ranks create communicators with the same members in the same order, so the count tells
+            # them apart.
             seen[members] = seen.get(members, -1) + 1
             found.setdefault((members, seen[members]), {})[rank] = channel
     return found
@@ -186,6 +188,7 @@ def _failed_to_agree(entries: Iterable[dict[str, Any]]) -> bool:
 
 
 def _wall_ns(dump: dict[str, Any], entry: dict[str, Any]) -> int:
+    # Monotonic clocks have a different zero on each node. The dump has both clocks at one moment.
     return int(dump["wall_clock_ns"] - dump["monotonic_ns"] + entry["began_ns"])
 
 

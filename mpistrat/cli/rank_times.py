@@ -62,6 +62,7 @@ def summarize(events: Iterable[Mapping[str, Any]]) -> list[RankTimes]:
     times = {rank: _times(rank, spans) for rank, spans in of_ranks.items()}
     for waits in _waits(of_ranks).values():
         if len(waits) > 1:
+            # Whoever comes last waits least.
             last = min(waits, key=waits.__getitem__)
             times[last].times_last += 1
             lost_us = sum(waits.values()) - len(waits) * waits[last]
@@ -106,6 +107,8 @@ def segments(spans: Sequence[Mapping[str, Any]]) -> Iterator[tuple[float, float,
     open_spans = [0] * len(order)
     for time_us, depth, change in [*sorted(steps), (ended_us, 0, 0)]:
         if time_us > began_us:
+            # Spans lie within each other. Each moment counts for one category only, the first in
+            # the order of `CATEGORIES`.
             outermost = next((i for i, count in enumerate(open_spans) if count), None)
             name = COMPUTING if outermost is None else CATEGORIES[order[outermost]]
             yield began_us, time_us, name

@@ -314,11 +314,17 @@ _FROM_TERMINAL = 0x80
 def _wait(job: _Job) -> tuple[int, bool]:
     """Run the job to its end; return its exit code, and whether a signal asked it to end."""
     num_asked = ended_by = 0
+    # Ranks whose mpiexec has died become children of this process, which can then find and end them
+    # (prctl(2), PR_SET_CHILD_SUBREAPER).
     prctl(_ADOPT_ORPHANS, 1)
+    # Blocked before the job starts, so that no signal is lost: sigtimedwait takes each of them.
     with _blocked(*_FORWARDED, signal.SIGCHLD) as mask:
 
         def begin() -> None:
+            # If this process is killed, Linux ends mpiexec with it.
             prctl(_END_WITH_PARENT, signal.SIGTERM)
+            # Blocked signals stay blocked in a new program (execve(2)), which could not be ended
+            # then.
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
         process = subprocess.Popen(
@@ -335,6 +341,8 @@ def _wait(job: _Job) -> tuple[int, bool]:
                 num_asked, ended_by = num_asked + 1, sign
             if num_asked > 1:  # the first one did not help
                 send_signal(signal.SIGKILL, descendants(process.pid))
+            # Ctrl-C in a terminal has reached mpiexec as well. A second SIGINT would ask it to kill
+            # the ranks at once.
             elif sign != signal.SIGINT or came.si_code != _FROM_TERMINAL:
                 # SIGHUP would end an mpiexec, and its ranks would continue.
                 is_for_mpiexec = job.rank and sign == signal.SIGHUP

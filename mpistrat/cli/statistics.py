@@ -51,6 +51,7 @@ def summarize(pieces: Iterable[np.ndarray]) -> _Summary:
         highest = high if highest is None else max(highest, high)
         means.append((_mean(values), values.size))
     count = sum(size for _, size in means)
+    # Each mean is weighted first: the sum of all values might overflow.
     mean = sum(each * (size / count) for each, size in means) if means else None
     return _Summary(lowest, highest, mean, nan_count)
 

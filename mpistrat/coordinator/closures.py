@@ -92,6 +92,8 @@ class Closure:
         if isinstance(outcome, Outcome):
             return error_of(outcome)
         assert outcome is not None
+        # A new object each time: raise adds a traceback to it, and the error may be raised several
+        # times.
         error = type(outcome)(*outcome.args)
         error.__dict__.update(outcome.__dict__)
         return error
@@ -185,6 +187,7 @@ def run_closure(
         with extended._container.scope():
             result = _call(extended, data, body, buffers)
             outcome = _outcome_of_result(extended, result)
+    # The user ends the job; that is not an outcome of the closure.
     except KeyboardInterrupt:
         raise
     except BaseException as error:
@@ -198,6 +201,8 @@ def run_closure(
         if os.getpid() != process:  # a fork that the closure has made is no worker
             sys.stdout.flush()
             sys.stderr.flush()
+            # Without the exit handlers of Python, which would call MPI in a process that is not a
+            # rank.
             os._exit(code)
     return outcome
 
@@ -241,6 +246,7 @@ def _outcome_of_error(
     rank, site = extended._group.rank, _site_of(error, body)
     call = describe_call(extended, body, buffers)
     note = f"worker {extended._workers.index(rank)} (rank {rank}) at {site}, in {call}"
+    # Raised again on the chief, a StopIteration would silently end a loop of the program.
     if isinstance(error, StopIteration):
         error = OutOfRangeError("The iterator of a data set has no further element.")
     elif not isinstance(error, Exception):
@@ -249,6 +255,9 @@ def _outcome_of_error(
     cause = error.__cause__ if isinstance(error, ClosureInputError) else None
     for given in ((error, cause), (error, None if cause is None else _in_words(cause))):
         try:
+            # A round trip, because some exceptions can be pickled but not unpickled: their __init__
+            # takes other arguments than `args`. The chief would get that error and not the one of
+            # the closure.
             data, buffers = split_object(given, _nothing)
             copied, _ = join_object(data, buffers, _same)
             if type(copied) is type(error):

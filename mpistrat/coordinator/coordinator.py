@@ -151,6 +151,7 @@ class ClusterCoordinator:
                 f"{' in a closure' if extended._closure_depth else ''}. Call strategy.serve() on "
                 "the other ranks."
             )
+        # One per strategy: two would take each other's messages.
         known = extended._coordinator
         if known is None:
             known = object.__new__(cls)

@@ -74,10 +74,13 @@ class Dispatcher:
         """Queue a call, and return it."""
         self.raise_failure()
         closure = self._new(fn)
+        # Packed before the wait, so it has the arguments as they are when the program calls
+        # `schedule`.
         closure.body, closure.buffers = pack_arguments(
             self._extended, self._name_of(fn), args, kwargs
         )
         self._wait_for_room()
+        # A closure may have failed during the wait.
         self.raise_failure()
         return self._queued(closure)
 
@@ -185,6 +188,8 @@ class Dispatcher:
 
     def pump(self) -> bool:
         """Take what has come, send what can go, and return whether there was something."""
+        # Code of the user that runs inside, such as a learning rate that is a function, may read a
+        # variable, and each read calls this again.
         if self._is_pumping:
             return False
         self._is_pumping = True
@@ -206,6 +211,8 @@ class Dispatcher:
                 self._take(message)
             else:  # a rank whose loss this call has noticed may have sent results before
                 is_drained = len(self._new_losses) == num_lost
+        # Only after all of its results have been taken: a closure whose result has arrived must not
+        # run again.
         if is_drained and self._new_losses:
             lost = tuple(self._new_losses)
             self._new_losses.clear()
@@ -231,6 +238,7 @@ class Dispatcher:
         now = time.monotonic_ns()
         worker.mean_ns += ((now - closure.since_ns) - worker.mean_ns) / 4
         worker.is_reported = False
+        # A worker runs its closures one after the other, so the next one begins when this one ends.
         if worker.closures:
             worker.closures[0].since_ns = now
         self._end(closure, Outcome(message.kind, message.body, message.buffers))
@@ -240,6 +248,8 @@ class Dispatcher:
         closure.end(outcome)
         if closure.is_independent or not closure.has_failed():
             return
+        # A closure that was scheduled before the last error was raised belongs to work that the
+        # program has given up. Its error is only logged.
         if self._failed is None and closure.generation == self._generation:
             self._failed = closure
             self.cancel(
@@ -302,11 +312,13 @@ class Dispatcher:
                 self._become_unavailable(self._extended._describe_loss(rank))
                 continue
             closures = list(worker.closures)
+            # Only the first one was running; the others had not begun.
             if closures:
                 closures[0].killed += (name,)
             ran = "; ".join(map(self._described, closures)) or "no closure"
             again = ": again on another worker" if closures else ""
             _logger.warning("The %s is lost. It ran %s%s.", name, ran, again)
+            # They return to the front of the queue in their old order.
             for closure in reversed(closures):
                 del self._running[closure.number]
                 closure.rank = None
@@ -370,6 +382,8 @@ class Dispatcher:
     def end_workers(self, send: Callable[[int, int], None]) -> None:
         """Have `send` tell each worker the number of its closures, and wait for them all."""
         self.cancel("the strategy was closed.")
+        # The number tells a worker how many closures it has to take off its messages before it
+        # answers.
         for worker in self._workers.values():
             send(worker.rank, worker.num_sent)
         self._wait(lambda: self._workers.keys() <= self.ended)

@@ -28,6 +28,7 @@ def name_of_function(what: str, function: Any) -> FunctionName:
         raise TypeError(f"{what} takes a function, not {function!r}.")
     module, path = _place_of(function)
     name = FunctionName(module, path, _digest(function))
+    # Local functions and lambdas have "<locals>" or "<lambda>" in their names.
     found = look_up(name) if module and path and "<" not in path else None
     if found is None or found != function:
         raise TypeError(

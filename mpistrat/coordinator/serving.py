@@ -55,6 +55,8 @@ def _serve_variables(extended: ServerExtended) -> list[int]:
         if message.lane == Lane.REQUEST:
             client.answer(message.source, message.number, message.body, message.buffers)
         elif message.lane == Lane.CONTROL:
+            # Workers that have not ended yet may still ask for variables, so a server serves until
+            # _END.
             if message.kind == _CLOSE:
                 messages.send(0, Lane.CONTROL, _CLOSE)
                 continue
@@ -69,6 +71,7 @@ def _serve_closures(extended: ServerExtended) -> list[int]:
         message = _next(extended)
         if message.lane == Lane.CLOSURE:
             num_received += 1
+            # If the chief has closed or failed in the meantime, no further closure begins.
             control = messages.poll(0, Lane.CONTROL)
             if control is None:
                 _run(extended, data, message)
@@ -107,6 +110,7 @@ def _run(extended: ServerExtended, data: WorkerData, message: Message) -> None:
     messages = extended._messages
     outcome = run_closure(extended, data, message.body, message.buffers)
     messages.send(0, Lane.RESULT, outcome.kind, message.number, outcome.body, outcome.buffers)
+    # The result must have left this process: the next closure may kill it.
     while not messages.is_idle():
         messages.flush(0.1)
         extended._check_peers()
@@ -150,6 +154,7 @@ def end(extended: ServerExtended) -> list[int]:
             extended._back_off.rest()
     lost = sorted(messages.lost)
     _tell_all(extended, _END, lost)
+    # A lost rank never takes the messages that were sent to it before, so the wait needs a limit.
     messages.flush(None if not lost else _FLUSH_S)
     return lost
 

@@ -39,6 +39,8 @@ class ChunkLayout:
     def of_range(self, rows: range) -> ChunkLayout:
         """Return the chunks of the examples `rows`, which are numbered from 0 on."""
         if self.order is None:
+            # Division that rounds up: the first place in the range at or after the start of each
+            # chunk.
             bounds = np.clip(-((rows.start - self.starts) // rows.step), 0, len(rows))
             return replace(self, starts=_distinct(bounds))
         if len(rows) == len(self.order):

@@ -54,6 +54,8 @@ def distribute(
             )
         pipeline = _checked_pipeline(dataset, kind)
         of_ranks = call.exchange(describe_files(pipeline))
+    # In this order: the lengths of files, the caches and the filters decide the lengths and specs
+    # that are compared after them.
     pipeline = agree_on_files(pipeline, of_ranks, collectives, kind)
     policy = dataset._auto_shard_policy
     _prepare(pipeline, policy, collectives, kind)
@@ -98,6 +100,8 @@ def distribute_from_function(
         return again
 
     with collectives.all_or_none(kind):
+        # It calls a function of the user, which may fail on one rank. All learn that here, before
+        # the gather below, which would wait for this rank.
         pipeline = pipeline_of(rank)
         described = describe_files(pipeline)
     of_all = collectives.gather_json(described, kind)

@@ -113,6 +113,8 @@ class DistributedDataset:
         """Yield the elements of a pass; an error of one rank reaches all. **Collective**."""
         try:
             yield from self._own_elements(pass_number, start)
+        # It comes from a collective, so the others have it too, and would not take part in a
+        # report.
         except CollectiveError:
             raise
         except Exception as error:
@@ -164,6 +166,7 @@ class DistributedDataset:
         replicas, number = self._replica_set, start
         while True:  # an elastic job may have given this rank more replicas
             ids = replicas.ids
+            # All start at the next batch, so a replica that has moved to this rank continues there.
             parts = [self._part(each).elements(pass_number, number) for each in ids]
             with contextlib.ExitStack() as stack:
                 for part in parts:
@@ -174,6 +177,7 @@ class DistributedDataset:
                         return
                     number += 1
                     yield self._joined(elements, pass_number, number - 1)
+                    # Or this frame would keep the batch in memory while the next one is created.
                     del elements
 
     def _part(self, replica: int) -> ReplicaPart:
@@ -255,6 +259,8 @@ class ReplicaPart:
                 note_part(replica, f"{place} in batch {number}" if is_empty else None)
             return element
 
+        # Ended in reverse order: first the thread that creates elements, which may still begin
+        # copies, and at the end the wait for the copies.
         with contextlib.ExitStack() as stack:
             transfer = stack.enter_context(contextlib.closing(transfer_to(self.device)))
             stack.callback(note_part, replica, None)  # after the pass nobody works on it
@@ -401,6 +407,8 @@ class RankPipeline:
                     if not has_any_rank:
                         return
                 if element is None:
+                    # As many elements as on the rank with the longest pipeline: the program calls
+                    # collectives for each, and all ranks must call them equally often.
                     if nothing is None:
                         nothing = prepare(empty_batch(self.element_spec))
                     yield nothing

@@ -186,6 +186,8 @@ class ElementMaker:
             unmapped = self._stacked_ahead(groups)
         else:
             unmapped = (self._unmapped(items, part, level) for items, part in groups)
+        # Contexts end in reverse order: first the threads of the map, then the generator that they
+        # read from, which cannot be closed while it runs.
         with closing(unmapped), closing(self._mappers[level].run(unmapped)) as elements:
             yield from elements
 
@@ -232,6 +234,8 @@ class ElementMaker:
         check: Any = getattr(self._reader, "check", None)
         start = 0
         for part in parts:
+            # Its rows were read with those of earlier batches, and the file may have changed since
+            # then.
             check(part)
             stop = start + len(part)
             yield nests.unflatten(structure, [leaf[start:stop] for leaf in leaves])
@@ -239,6 +243,7 @@ class ElementMaker:
 
     def _stacked_ahead(self, groups: Iterable[Group]) -> Generator[Entry, None, None]:
         """Yield batches of examples, while threads map those of later batches."""
+        # `entries` runs ahead of the loop below, so the lengths of batches wait here, in order.
         lengths: deque[int] = deque()
 
         def entries() -> Iterator[Entry | GroupEnd]:
@@ -280,6 +285,7 @@ class ElementMaker:
             read = _items_to_read(items, part, 1, self.needs_first)
             nest = self._stacked(self._reader.read(read), read, 1)
             if len(read) > len(mine):
+                # The first example of the batch was read for the comparison of shapes only.
                 nest = nests.map_nest(lambda leaf: leaf[1:], nest)
         return nest, mine, numbers
 
@@ -329,6 +335,7 @@ class ElementMaker:
             )
         read = _items_to_read(items, part, level)
         is_plain = is_plain and self._batch_steps[0].needs_one_shape
+        # Nothing has to be done for each inner batch, and all have one length: one read for all.
         if level == 2 and is_plain and not any(self._mappers[:2]) and not self.needs_first:
             nest = self._reader.read(np.concatenate(read))
             nest = nests.map_nest(lambda a: a.reshape(len(read), *lengths, *a.shape[1:]), nest)
@@ -339,6 +346,7 @@ class ElementMaker:
             nest = columns_of(mapped, self._spec_of_level(level - 1), len(read))
             nest = self._stacked(nest, read, level)
         num_mine = len(items[part])
+        # A rank without items has read one, because only an item shows the shapes.
         return nest if num_mine else nests.map_nest(lambda a: a[:0], nest)
 
 

@@ -46,6 +46,7 @@ class Position:
                     on_empty()
                 self._pass, self._num_handed_out = self._pass + 1, 0
                 self._is_resuming = True
+                # An iterator that has ended may be asked again; that must not end one more epoch.
                 self._latest = None
 
         return self._pass, self._num_handed_out, on_step
@@ -70,6 +71,7 @@ class Position:
         pass_number = as_integer("pass", state["pass"], 0)
         num_handed_out = as_integer("batch", state["batch"], 0)
         saved = {key: state[key] for key in state if key not in ("pass", "batch")}
+        # At the beginning of an epoch nothing has been skipped, so any order will do.
         if num_handed_out:
             _check_layout(saved, layout)
         if 0 <= length < num_handed_out:
@@ -79,6 +81,7 @@ class Position:
             )
         self._pass, self._num_handed_out = pass_number, num_handed_out
         self._is_resuming = True
+        # An iterator that was created before must not move the position that was loaded.
         self._latest = None
 
 
@@ -169,6 +172,7 @@ class ElementIterator:
         except StopIteration:
             self._on_step(False)
             raise
+        # Counted only now: after an error the position is still before this element.
         self._on_step(True)
         if self._on_element is not None:
             self._on_element(element)

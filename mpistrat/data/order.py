@@ -65,6 +65,7 @@ class Order:
         # A shuffle may use `batch_size`, the global one that its items will be grouped by.
         rows = self.rows
         if rows is not None:
+            # A range can start anywhere, so resuming costs nothing.
             return blocks_of_range(rows[start:])
         if not self.transformations:
             return self.source.blocks(key, batch_size, start)
@@ -384,6 +385,7 @@ def _skip_items(blocks: Iterator[Block], count: int) -> Iterator[Block]:
 
 def function_name(fn: Callable[..., Any]) -> str:
     """Return the qualified name of `fn`, or of its class, the same on all ranks of a program."""
+    # A partial has no name, and its repr has an address, which differs between ranks.
     if isinstance(fn, functools.partial):
         return f"partial of {function_name(fn.func)}"
     return str(getattr(fn, "__qualname__", type(fn).__qualname__))

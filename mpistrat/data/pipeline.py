@@ -145,6 +145,7 @@ class Pipeline:
     def with_batch_size(self, batch_size: int) -> Pipeline:
         """Return the pipeline with other batches; batches within them stay."""
         transformations = tuple(
+            # By identity: an inner batch may be equal to this one.
             dataclasses.replace(each, batch_size=batch_size) if each is self.batch else each
             for each in self.transformations
         )
@@ -285,6 +286,7 @@ class Pipeline:
         num_ahead = max((each.num_elements for each in prefetches), default=0)
         if not num_ahead:
             return elements
+        # CUDA has a current device in each thread, so the new thread sets the one of this thread.
         return in_background(elements, num_ahead, Device.for_threads())
 
     def fixed_elements(self, start: int) -> Generator[Any, None, None]:
@@ -312,6 +314,7 @@ class Pipeline:
                 for items in block
             ]
 
+        # Left in reverse order: the threads of maps end before the reader that they use is closed.
         with (
             closing(self.open(self.window_rows, stream)) as reader,
             closing(self.maker(reader, stream)) as make,
@@ -357,6 +360,8 @@ class Pipeline:
         repeats = [e.num_repetitions for e in self.transformations if e.num_repetitions != 1]
         reader = self.source.open(window_rows, dataclasses.replace(stream, repeats=tuple(repeats)))
         is_plain = self.source.is_steady and not self.source.num_maps and not self.source.is_stream
+        # Only if a number and its repetitions mean the same example. Otherwise the source itself
+        # needs to see which repetition it is.
         return _Repeated(reader, span_of(self.source)) if repeats and is_plain else reader
 
     def maker(self, reader: Reader, stream: PassStream) -> ElementMaker:

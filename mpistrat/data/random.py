@@ -181,5 +181,6 @@ def replica_rng(key: Sequence[int], replica_id: int) -> np.random.Generator:
     entropy = [as_integer("A part of the key of rng", part) for part in key]
     if min(entropy) < 0:
         raise ValueError(f"rng needs integers that are not negative, not {tuple(key)}.")
+    # The first number keeps these streams apart from those of shuffles, maps and samples.
     sequence = np.random.SeedSequence(entropy, spawn_key=(2**32 - 2, replica_id))
     return np.random.Generator(np.random.PCG64(sequence))

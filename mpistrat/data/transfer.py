@@ -92,6 +92,8 @@ class _DeviceTransfer:
         if not source.size:
             return place(source, self._device)
         if not (source.flags.c_contiguous and source.dtype.isnative and _is_for_transfer(source)):
+            # Only page-locked memory is copied while the program continues. This buffer also keeps
+            # the values, if the program writes to its array before the copy ends.
             buffer = pinned_empty(source.size, source.dtype.newbyteorder("="))
             buffer = buffer.reshape(source.shape)
             buffer[...] = source
@@ -107,6 +109,7 @@ class _DeviceTransfer:
         if not isinstance(leaf, _Arrival):
             return leaf
         with self._device.current():
+            # The stream of the program waits for the copy, not this thread.
             Stream.current().wait_event(leaf.event)
         return leaf.target
 

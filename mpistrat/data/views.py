@@ -150,6 +150,7 @@ class View:
         if len(children) < len(self.children):
             return None
         view = copy.copy(self)
+        # A cached spec is that of the datasets with all fields.
         vars(view).pop("element_spec", None)
         view.children, view._layouts = tuple(children), {}
         return view
@@ -291,6 +292,7 @@ class ViewReader:
                 window = view.child_window(window_rows, pipeline)
                 self._children.append(view.open_child(pipeline, window, own))
                 first_map += pipeline.num_maps
+        # The children that are open have threads and files, which nobody else would close.
         except BaseException:
             self.close()
             raise
@@ -478,6 +480,8 @@ class Stream(PlainSource):
         with contextlib.ExitStack() as stack:
             elements = []
             for child in self._view.children:
+                # Maps are numbered over all datasets, so two maps with one seed draw different
+                # numbers.
                 stream = PassStream(key, child.branch, first_map, (), self._view.is_fixed)
                 own = stack.enter_context(contextlib.closing(child.stream_elements(stream)))
                 elements.append(own)

@@ -340,6 +340,7 @@ def measure_speed(world: World) -> Speed:
             began = time.perf_counter()
             world.comm.Allreduce(source, target, MPI.SUM)
             times.append(time.perf_counter() - began)
+        # Without the first, which also sets up connections and touches new memory.
         return statistics.median(times[1:])
 
     source = np.ones(_LARGE_BYTES // 4, np.float32)

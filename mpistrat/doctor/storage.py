@@ -149,6 +149,7 @@ def _try_lock(handle: int, name: str) -> str:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         return errno.errorcode.get(error.errno or 0, str(error))
+    # flock belongs to an open file (flock(2)): a lock through a second one must be refused.
     second = os.open(name, os.O_RDWR)
     try:
         fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)

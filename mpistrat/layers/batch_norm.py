@@ -197,6 +197,8 @@ class BatchNorm(context.MadeInScope, Trackable):
             moments = local_moments(widened(x), self.axis)
         else:
             with collectives.call("BatchNorm.forward", self.name) as call:
+                # Inside of the call, so that an array that is refused on one rank is reported to
+                # all.
                 x = self._checked("forward", x)
                 moments = pooled_moments(call, local_moments(widened(x), self.axis))
         if moments.count:

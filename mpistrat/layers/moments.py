@@ -44,12 +44,16 @@ def local_moments(x: Array, axis: int) -> Moments:
     """Return the moments of this replica's `x`, which may be empty."""
     # In two passes: the variance is that of what is left after the mean has been taken away.
     count = x.size // x.shape[axis]
+    # An empty part has the count 0, and so adds nothing to the sums of all replicas.
     divisor = max(count, 1)
     mean = _sum_features(x, axis) / divisor
     rounded = mean.astype(x.dtype)
     squares = x - along(rounded, x, axis)
     squares *= squares
+    # The squares are those of distances to the rounded mean. Their mean is too large by the square
+    # of its distance from the mean.
     variance = _sum_features(squares, axis) / divisor - (mean - rounded) ** 2
+    # Rounding may lead below 0, whose square root would be NaN.
     return Moments(mean, namespace_of(x).maximum(variance, 0), float(count))
 
 

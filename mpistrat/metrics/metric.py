@@ -185,6 +185,8 @@ class SumsByUpdate(Metric[Any]):
         self._add(*sums.values())
 
     def _make_sums(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        # Variables are created in cross-replica context, but the first update may come inside of
+        # `run`.
         with context.entered(context.Frame(context.Kind.CROSS_REPLICA, self._strategy)):
             for what, shape in shapes.items():
                 self._make_sum(what, shape)

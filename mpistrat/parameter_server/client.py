@@ -91,10 +91,13 @@ class ParameterClient:
         while True:
             message = messages.poll(holder, Lane.REPLY)
             if message is None:
+                # Only if nothing has arrived: the rank may have answered before it was lost.
                 if holder in messages.lost:
                     raise self.describe_loss(holder)
                 self.while_waiting()
                 back_off.rest()
+            # Any other number belongs to a request whose wait has ended with an error. It is
+            # dropped.
             elif message.number == number:
                 if message.kind == FAILED:
                     text = bytes(message.body).decode()
@@ -125,6 +128,8 @@ class ParameterClient:
 
 def _private(store: ParameterStore, request: Request) -> Reply:
     """Return the answer of this rank's own store, which shares no memory with it."""
+    # The store keeps the buffer of a write as the memory of the part, and a read returns that
+    # memory. Between ranks a message separates the two; here copies do.
     copies = [np.array(each).reshape(-1).view(np.uint8) for each in request.buffers]
     reply = store.answer(
         Request(

@@ -280,8 +280,11 @@ class ServerExtended(StrategyExtended):
             self._collectives.channel.check_open()
         if self._group.rank == 0:
             if needs_others:
+                # The other ranks answer only while they serve, so the first such request waits for
+                # that.
                 self._begin()
             if self._pump is not None:
+                # Workers may wait for the chief, for a closure or for a variable that it holds.
                 self._pump()
         elif self._phase is Phase.SETUP:
             raise ContextError(
@@ -460,6 +463,7 @@ def _fail_all() -> None:
     for each in list(_chiefs):
         if each._phase is Phase.SERVING:
             _Registry.load().fail(each)
+        # So that `_end_all`, which runs later, does not wait for ranks that have left.
         each._phase = Phase.CLOSED
 
 

@@ -62,6 +62,7 @@ def apply_remotely(optimizer: Any, strategy: Any, pairs: Any) -> None:
     ]
     factor = gradient_factor([each for each, _ in gradients], 1.0, optimizer.global_clipnorm, False)
     number = _number_of(optimizer, extended)
+    # All holders, also those that get no gradient: each of them counts the steps.
     entries: dict[int, list[tuple[bytes, list[np.ndarray]]]] = {
         holder: [] for holder in extended._holders
     }
@@ -173,6 +174,8 @@ def _target(
     slots = [store.array(slot_key(key, number, i), of_slots) for i, _ in enumerate(names)]
     known = optimizer._remote_targets.get(key)
     memory = [weight, *slots]
+    # By identity: the store may have replaced the memory, because a message still reads the old
+    # one.
     if known is None or any(a is not b for a, b in zip(memory, known[1], strict=True)):
         known = optimizer._remote_targets[key] = Target(weight, slots), memory
     target: Target = known[0]

@@ -77,6 +77,7 @@ class RemoteVariable(Variable):
         rows = np.ascontiguousarray(whole[part.rows.start : part.rows.stop] if shape else whole)
         for holder in part.holders:
             if rank == 0 == holder:
+                # A copy, because `whole` may be an array of the program.
                 store.add(part.key, rows.copy().reshape(own))
             elif rank in (0, holder):
                 with call.communicator() as comm:
@@ -225,6 +226,7 @@ class RemoteVariable(Variable):
             array = host_view(checked)
             for part in self._parts:
                 own = array[part.rows.start : part.rows.stop] if self.shape else array
+                # Of a counter each server keeps one, and all must get the write.
                 for holder in part.holders:
                     yield (
                         holder,
@@ -286,6 +288,8 @@ class RemoteVariable(Variable):
 
     def _slot(self, name: str, dtype: np.dtype, optimizer: int, number: int) -> RemoteVariable:
         """Return a variable of zeros on the holders of this one, known to this rank. Local."""
+        # Without __init__, which is collective: the holder creates a slot, of zeros, when it first
+        # needs it.
         twin = object.__new__(type(self))
         vars(twin).update(vars(self))
         twin._name, twin._trainable = name, False
@@ -330,6 +334,7 @@ class RemoteShardedVariable(RemoteVariable, ShardedVariable):
             raise numbers
         index = (first, *given[1:])
         part = self.lookup(numbers)[index]
+        # A view would keep all rows that were looked up in memory.
         return part.copy() if getattr(part, "base", None) is not None else part
 
     def _value_after(self, answer: Sequence[np.ndarray]) -> Any:

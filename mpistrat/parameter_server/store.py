@@ -169,6 +169,7 @@ class ParameterStore:
         """Return the memory that a request reads; of a slot that is not there yet, zeros."""
         found = self._arrays.get(request.key)
         if found is None:
+            # Not kept: a read must not create a slot.
             found = np.zeros(self.shapes[_part_of(request.key)], request.dtype)
         return found
 
@@ -180,6 +181,7 @@ class ParameterStore:
 
     def _rows(self, request: Request) -> Reply:
         rows = request.buffers[0].view(np.int64)
+        # Indexing by an array copies, so no memory is lent.
         return Reply([self._seen(request)[rows]])
 
     def _write(self, request: Request) -> Reply:
@@ -187,6 +189,7 @@ class ParameterStore:
         write = WRITES[request.how & ~Request.RETURNS]
         if write is ASSIGN:
             self._arrays[request.key] = value  # it came in memory of its own
+            # Messages that still read the old array keep it alive. Nothing reads the new one yet.
             self._lent.pop(request.key, None)
         else:
             write.apply(self.array(request.key, request.dtype), value)

@@ -163,6 +163,7 @@ def run(
 def _is_running(pid: int) -> bool:
     """Return whether the process exists and is no zombie."""
     try:
+        # The name of the program, in parentheses, may itself hold spaces and ")" (proc(5)).
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False

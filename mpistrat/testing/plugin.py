@@ -97,6 +97,7 @@ class _DeadlockReporter:
 def _parent() -> str:
     """Return a name of the parent process that stays unique when its pid is used again."""
     pid = os.getppid()
+    # Field 22, the start of the process (proc(5)). The first two end with the last ")".
     start_time = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     return f"{pid}-{start_time}"
 

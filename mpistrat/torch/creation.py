@@ -130,6 +130,7 @@ def _checked(method: str) -> Callable[..., Any]:
         if compared is not None:
             opts = dist.BroadcastOptions()
             opts.asyncOp = False  # NCCL takes the stream of the thread that calls it
+            # Before NCCL is called: if the ranks disagree there, the device waits without an error.
             details = compared(*args)
             self._issue(f"torch.{name}", lambda call: call.agree(*details), [], opts).wait()
         return getattr(self.inner, method)(*args)
@@ -193,11 +194,14 @@ def _backends_by_device() -> dict[str, str]:
 def _communicator(opts: Any) -> MPI.Intracomm:
     """Return a new communicator of the members. **Collective** over them."""
     job = job_communicator()
+    # Torch passes no list for the group of all ranks.
     ranks = list(opts.global_ranks_in_group) or list(range(opts.group_size))
     check_place(ranks, opts.group_rank, opts.group_size)
     _wait_for_members(opts, ranks)
     whole = job.Get_group()
     members = whole.Incl(ranks)
+    # Only the members take part. The tag keeps groups apart that are created at the same time
+    # (MPI_Comm_create_group); Python's hash of a string would differ between the ranks.
     comm = job.Create_group(members, zlib.crc32(opts.group_id.encode()) % _NUM_TAGS)
     members.Free()
     whole.Free()

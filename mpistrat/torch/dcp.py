@@ -150,11 +150,15 @@ class HDF5Writer(StorageWriter):
         task: Task = plan.storage_data
         results: list[WriteResult] = []
         try:
+            # The end of the stage reports this rank, also after an error, so the others do not wait
+            # for it until their time is over.
             with task.meeting.stage("written") as written:
                 results += self._write_items(plan, planner, task)
             if written.is_everywhere():
                 with task.meeting.stage("digested") as digested, explaining(self._path):
                     results += _digest(task)
+                # Only the coordinator waits: if a different rank has failed, torch never calls
+                # `finish`, and the file has to be removed here.
                 if self._file is not None and not digested.is_everywhere():
                     self._abandon("another rank has failed")
             else:

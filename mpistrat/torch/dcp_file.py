@@ -107,6 +107,7 @@ def tasks(plans: list[SavePlan], room: Room) -> list[SavePlan]:
     owners = {fqn: found[0] for fqn, found in shard_ranks.items()}
     shared = [fqn for fqn, found in shard_ranks.items() if len(set(found)) > 1]
     owners |= share_out({fqn: room.extents[fqn].num_bytes for fqn in shared}, ranks)
+    # Keys stay in the store after a save, so the next save needs different ones.
     key = f"mpistrat/dcp/{uuid.uuid4().hex}"
     result = []
     for rank, plan in enumerate(plans):
@@ -166,12 +167,15 @@ class CoordinatorFile:
             fqn, data = result.index.fqn, result.storage_data
             if not isinstance(data, Written):
                 leaves[fqn] = load_json(data.encode())
+            # With a digest it is from the rank that has read the whole tensor, without one from a
+            # rank that has written a shard.
             elif data.digest:
                 found[self._name(fqn)] = data
             else:
                 parts[self._name(fqn)].append(data)
         sign(writer, self._path, parts, found)
         self._add_states(writer, leaves)
+        # First, or `abandon` would end the context a second time if this end of it raises.
         self._writer = None
         self._context.__exit__(None, None, None)
 
@@ -194,6 +198,7 @@ class CoordinatorFile:
             error = reason or CheckpointError("the save was given up")
             try:
                 self._context.__exit__(type(error), error, error.__traceback__)
+            # The context raises the error that it is given again, or explains it.
             except BaseException as raised:
                 if raised is not error and not isinstance(raised, CheckpointError):
                     raise

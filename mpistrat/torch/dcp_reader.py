@@ -262,6 +262,7 @@ class _Contents:
             and target.is_contiguous()
             and not (target.is_conj() or target.is_neg())
         )
+        # If direct, the array is the memory of the tensor: the file is read into it without a copy.
         array = on_host(target) if is_direct else np.empty(box.sizes, info.dtype)
         if name in self._extents:
             read_box(handle, self._extents[name], info.shape, box, array)

@@ -101,6 +101,7 @@ class Group(Operations, Messages):
         self._collectives.channel.closed = RuntimeError(
             f"The process group {self._name!r} was destroyed. Make another one with new_group()."
         )
+        # All ranks have taken part in the close above, so none sends in this group any more.
         self._free_messages()
         self._comm.Free()
 

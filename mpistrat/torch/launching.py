@@ -142,6 +142,7 @@ def set_environment(comm: MPI.Intracomm | None = None) -> None:
 
 def _free_address(world: World) -> tuple[str, int]:
     """Return a name of this node that the others reach, and a port that is free."""
+    # Port 0 has the system choose one. It is free again for the library that serves MASTER_PORT.
     with socket.create_server(("", 0)) as server:
         return _reachable_name(world), int(server.getsockname()[1])
 
@@ -272,6 +273,7 @@ def _served_store(job: _Job, limit: timedelta) -> Any:
     store = address = None
     if job.comm.rank == 0:
         host = _reachable_name(job.world)
+        # Port 0: the store keeps the port that it gets, so no other process can take it in between.
         store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
         address = host, store.port
     host, port = job.strategy.broadcast_object(address)

@@ -90,6 +90,7 @@ class MessageWork(dist.Work):
             if is_receive and received != self._operand.num_bytes:
                 self._error = self._wrong_length(str(received))
         except MPI.Exception as error:
+            # The message is longer than the tensor. The request is over, like after a success.
             if error.Get_error_class() != MPI.ERR_TRUNCATE:
                 raise
             self._error = self._wrong_length("more")
@@ -111,6 +112,8 @@ class MessageWork(dist.Work):
             if polls < _POLLS:
                 continue
             waited_s = time.monotonic() - began
+            # First, because it names the rank that is lost, while the time limit knows only how
+            # long it was.
             if self._channel.departures.found:
                 self._channel.check_complete(f"{self._kind} at {format_place(self._place)}")
             self._channel.check_open()
@@ -197,6 +200,8 @@ class _Progress:
 
     def add(self, message: MessageWork) -> None:
         """Test `message` until it is done."""
+        # Before the look at the event. `_run` clears the event before it looks at the messages, so
+        # one of the two always notices the other, and no message waits for a thread that sleeps.
         self._messages.append(message)
         if not self._awake.is_set():
             self._awake.set()

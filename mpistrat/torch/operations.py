@@ -287,6 +287,7 @@ class Operations:
             sent, received = (
                 [each.numel() for each in each_list] for each_list in (inputs, outputs)
             )
+            # Only the dtype: shapes may differ between ranks, and `_exchange` compares the counts.
             call.agree(str(dtype).removeprefix("torch."))
             whole = Operand(torch.empty(sum(received), dtype=dtype), "").bytes
             _exchange(call, joined_bytes(sources), dtype.itemsize, sent, received, whole)
@@ -370,6 +371,7 @@ def _gather_into(
     # Sharded modules gather a parameter from its place in it. MPI_IN_PLACE is for all ranks or none
     # (MPI 4.1, section 6.2), and these may differ.
     sent = [apart(*pair) for pair in zip(sources, targets, strict=True)]
+    # The output of one pair may be the input of a later one.
     if len(sent) > 1 and not are_apart([each.memory for each in sent], outputs):
         sent = [Operand(each.memory.clone(), "") for each in sources]
     call.agree(tuple(map(described, inputs)))
@@ -390,6 +392,8 @@ def _exchange(
     """Send elements to all ranks, and receive theirs, once agreed. **Collective**."""
     transport, size = call.channel.transport, call.channel.size
     with call.moving():
+        # After this each rank knows what every rank sends to each, and what each expects. All ranks
+        # make the same comparison, so either all raise or all exchange.
         own = np.array([*sent, *received], np.int64)
         table = transport.all_gather(own, [own.size] * size).reshape(size, 2, size)
     wrong = np.argwhere(table[:, 0] != table[:, 1].T)

@@ -200,6 +200,7 @@ def all_reduce_sparse(call: CollectiveCall, op: Any, tensor: torch.Tensor) -> No
         counts = channel.transport.all_gather(np.array([own._nnz()]), [1] * channel.size).tolist()
     indices = _gathered(call, own.indices().t(), counts)
     values = _gathered(call, own.values(), counts)
+    # coalesce adds up the values of ranks that have the same index.
     total = torch.sparse_coo_tensor(indices.t(), values, own.shape).coalesce()
     if reduction.op is ReduceOp.MEAN:
         total = total / channel.size

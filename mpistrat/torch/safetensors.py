@@ -147,11 +147,13 @@ def _pieces(
         }
         begin = end
     text = json.dumps(header).encode()
+    # The format pads its header with spaces, so that the first tensor is aligned.
     text += b" " * (-len(text) % _ALIGNMENT)
     yield len(text).to_bytes(8, "little")
     yield text
     for name in order:
         for piece in reader.read_pieces(f"{prefix}/{name}"):
+            # The format is little-endian.
             yield piece.astype(piece.dtype.newbyteorder("<"), copy=False).view("u1").data
 
 

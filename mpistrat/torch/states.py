@@ -32,6 +32,7 @@ def _distributed_as(tensor: Any, own: Any) -> Any:
         return tensor
     distribute = sys.modules["torch.distributed.tensor"].distribute_tensor
     whole = tensor.to(own.device_mesh.device_type)
+    # src_data_rank=None: every rank has the whole tensor and cuts its part, without communication.
     return distribute(whole, own.device_mesh, own.placements, src_data_rank=None)
 
 
@@ -130,6 +131,7 @@ class _ModuleState(TensorState):
 
     def mirrored_keys(self, keys: Iterable[str]) -> set[str]:
         """Return the keys of parameters: buffers, such as batch statistics, differ by nature."""
+        # Tied parameters have several names, and each of them is a key of the state.
         named = self._target.named_parameters(remove_duplicate=False)
         return set(keys) & {name for name, _ in named}
 
@@ -185,6 +187,8 @@ class _ModuleState(TensorState):
 
     def load_state_dict(self, state: dict[Any, Any]) -> None:
         """Copy a state into the module; a module on the meta device takes the tensors over."""
+        # The parameters themselves: `_as_parameters` must see which of them are one object, and
+        # which need a gradient.
         own = self._target.state_dict(keep_vars=True)
         state = {key: _as_part(value, own.get(key)) for key, value in state.items()}
         is_meta = any(_is_meta(each) for each in (*own.values(), *state.values()))

@@ -50,6 +50,7 @@ class Stage:
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         if self._num_ranks > 1:
+            # In this order: whoever sees all ranks here also sees that one of them has failed.
             if kind is not None:
                 self._store().add(f"{self._key}/failed", 1)
             self._store().add(f"{self._key}/here", 1)
@@ -60,6 +61,7 @@ class Stage:
             return True
         store, limit = self._store(), distributed_c10d.default_pg_timeout
         began, pause_s = time.monotonic(), _POLL_S
+        # To add 0 reads the counter, even if no rank has set it yet. `get` would wait for the key.
         while store.add(f"{self._key}/here", 0) < self._num_ranks:
             if store.add(f"{self._key}/failed", 0):
                 return False

@@ -38,6 +38,7 @@ _DTYPES = {name_of(dtype): dtype for dtype in _STORED}
 
 def is_sharded(tensor: object) -> bool:
     """Return whether `tensor` is a DTensor."""
+    # A program that has not imported this module has no DTensor, and is spared the import.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -77,6 +78,7 @@ class StoredTensor:
         """The ranks that share its elements, as a text; empty where no rank can write a part."""
         if not is_sharded(self._tensor):
             return ""
+        # A partial tensor is a sum over ranks: no rank has any of its elements.
         if any(each.is_partial() for each in self._tensor.placements):
             return ""
         mesh = self._tensor.device_mesh.mesh
@@ -127,6 +129,8 @@ class LocalPart:
 
     def as_sharded(self, own: Any) -> Any:
         """Return it as a DTensor that is distributed as `own`."""
+        # run_check would communicate, but this is local. Without shape and stride, from_local
+        # assumes that all shards have the same size.
         return sys.modules["torch.distributed.tensor"].DTensor.from_local(
             self._local.to(own.device_mesh.device_type),
             own.device_mesh,
@@ -172,6 +176,7 @@ def as_tensor(array: np.ndarray, dtype: str) -> torch.Tensor:
     own = tensor_dtype(array.dtype, dtype)
     if own in _PLAIN:
         return torch.from_numpy(array)
+    # NumPy lacks this dtype, so the bits come as integers of the same size.
     return torch.from_numpy(array.view(np.int16 if own.itemsize == 2 else np.uint8)).view(own)
 
 

@@ -42,6 +42,7 @@ class Operand:
         memory = self.memory
         dtype, shape = _numpy_dtype(memory.dtype), tuple(memory.shape)
         address = memory.data_ptr()
+        # An empty tensor may have the address 0, for which NumPy has no array.
         return _array_at(address, shape, dtype, memory) if address else np.empty(shape, dtype)
 
     @property

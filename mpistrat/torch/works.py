@@ -54,6 +54,7 @@ class GroupWork(dist.Work):
         self._is_asked = False
         """Whether the program waits for the outcome."""
         self._running = threading.Lock()
+        # Held from the start until the operation is done: to wait is to acquire it.
         self._running.acquire()
         self._future: torch.futures.Future[Any] | None = None
         self._unset: list[torch.futures.Future[Any]] = []
@@ -67,6 +68,8 @@ class GroupWork(dist.Work):
                 operation()
         except BaseException as error:
             self._error = error
+        # Before the future is completed: `get_future` adds its future before it looks at this, so
+        # one of the two completes it.
         self._is_done = True
         self._running.release()
         self._complete_future()
@@ -81,6 +84,7 @@ class GroupWork(dist.Work):
                     f"{self._kind} was not done before the timeout of wait({seconds:g} s). It is "
                     "still under way."
                 )
+            # At once, for other threads that wait for the same operation.
             self._running.release()
         if self._error is not None:
             raise self._error
@@ -170,6 +174,8 @@ class GroupQueue:
 
     def add(self, work: GroupWork, is_async: bool, num_bytes: int) -> None:
         """Do `work`, which writes `num_bytes`, or have it done."""
+        # A callback of the operation that this thread does. If its operation were queued, the
+        # thread would wait for itself.
         if self._is_ending or self._busy == threading.get_ident():
             work.perform()
         elif (not is_async or self._is_at_hand(num_bytes)) and self._begin():
@@ -226,6 +232,7 @@ class GroupQueue:
                 self._channel.transport.wait_busily(True)
                 self._under_way = None
                 self._note_failure(work)
+                # Or this frame would keep its tensors in memory until the next operation comes.
                 del work
                 self._end()
 
@@ -243,6 +250,7 @@ class GroupQueue:
         with self._changed:
             self._is_ending = True
             self._changed.notify()
+            # `_end` wakes this thread, because `_is_ending` is set.
             is_done = self._changed.wait_for(self._is_idle, _PATIENCE_S)
             dropped = [self._under_way, *self._waiting]
             self._waiting.clear()
@@ -254,6 +262,8 @@ class GroupQueue:
                 "operation with async_op=True returns.",
                 work,
             )
+        # An operation that waits for ranks that never come would stay inside MPI while the
+        # interpreter ends.
         if not is_done:
             abort()
         if self._thread is not None and self._thread is not threading.current_thread():

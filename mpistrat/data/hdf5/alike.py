@@ -59,6 +59,7 @@ class _Dataset:
         """Return the dataset of another open file, on the low level; ``None`` if it differs."""
         h5py, links = hdf5.h5py(), file.id.links
         try:
+            # A soft or external link may lead to a different place in each file.
             if any(links.get_info(link).type != h5py.h5l.TYPE_HARD for link in self.links):
                 return None
             node = h5py.h5d.open(file.id, self.links[-1])

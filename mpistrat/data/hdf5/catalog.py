@@ -195,6 +195,8 @@ def _resolve_paths(patterns: Sequence[str]) -> list[str]:
         if not glob.has_magic(pattern) or os.path.exists(pattern):
             paths.append(pattern)
             continue
+        # glob returns names in arbitrary order, but the order of files numbers the examples, and
+        # must be the same on all ranks.
         found = sorted(glob.glob(pattern, recursive=True))
         if not found:
             raise DataError(f"No file matches {pattern!r}. It is relative to {os.getcwd()}.")
@@ -205,6 +207,7 @@ def _resolve_paths(patterns: Sequence[str]) -> list[str]:
 def _stamp_of(path: str, is_live: bool) -> tuple[int, ...]:
     """Return what changes when a file is written to or replaced; when it is live, replaced."""
     status = os.stat(path)
+    # The size and time of a file change with each write. A new inode means that it was replaced.
     if is_live:
         return (status.st_ino,)
     return (status.st_size, status.st_mtime_ns, status.st_ino)

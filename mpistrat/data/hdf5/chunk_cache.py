@@ -169,6 +169,8 @@ class ChunkCache:
         submit: Callable[[ChunkBuffers], Future[None]],
         num_helpers: int = 0,
     ) -> None:
+        # One block for all slots, so that rows of many chunks are copied by one list of places in
+        # it.
         self._block = _buffers.empty(num_slots * math.prod(slot_shape) * dtype.itemsize)
         self._memory = self._block.view(dtype).reshape(num_slots, *slot_shape)
         self._rows = self._memory.reshape(num_slots * slot_shape[0], *slot_shape[1:])
@@ -177,6 +179,8 @@ class ChunkCache:
         self._copy: Any = None  # that was begun
         self._submit = submit  # begins to decode chunks
         self._chunks_per_task = max(_TASK_BYTES // max(self._memory[0].nbytes, 1), 1)
+        # `pop` takes the lowest slot first, so a short epoch touches only the first pages of the
+        # block.
         self._free = list(range(num_slots - 1, -1, -1))
         # Of each chunk its slot, and for how many rows it is announced.
         self._slot_of = np.full(num_chunks, _ABSENT, np.int32)
@@ -192,6 +196,7 @@ class ChunkCache:
     def announce(self, chunks: np.ndarray) -> None:
         """Note the chunks of rows that will be read, after those noted before."""
         if self._library is not None:
+            # `count_rows` returns the chunks that nobody had announced before, each once.
             self._queue.extend(self._library.count_rows(self._wanted, chunks, 1))
         else:
             self._queue.extend(_distinct(chunks[self._wanted[chunks] == 0]))
@@ -209,6 +214,8 @@ class ChunkCache:
         else:
             np.subtract.at(self._wanted, chunks, _ONE)
             unwanted = chunks[self._wanted[chunks] == 0].tolist()
+        # A spare chunk stays in its slot until the slot is needed. If it is announced again before,
+        # it is not decoded again.
         self._spare.update(dict.fromkeys(unwanted))
 
     def take(self, chunks: np.ndarray, rows: np.ndarray, output: np.ndarray) -> None:
@@ -216,6 +223,8 @@ class ChunkCache:
         slots = self._slot_of[chunks]
         if (slots == _ABSENT).any() or (self._tasks and self._is_loading[slots].any()):
             needed = _distinct(chunks)
+            # More chunks than slots. Each half needs fewer of them, and a single row needs one, so
+            # this ends.
             if len(needed) > len(self._memory):
                 half = len(chunks) // 2
                 for part in (slice(half), slice(half, None)):
@@ -264,6 +273,8 @@ class ChunkCache:
         """Return whether slots are filled, without waiting for those that are not."""
         for slot in _distinct(slots[self._is_loading[slots]]) if self._tasks else ():
             if self._is_loading[slot]:
+                # A task that failed is left to `take`, which raises its error when a row of the
+                # chunk is read.
                 future, _ = self._tasks[slot]
                 if not future.done() or future.exception() is not None:
                     return False
@@ -272,8 +283,10 @@ class ChunkCache:
 
     def _hold(self, chunks: np.ndarray) -> None:
         """Have all of `chunks` decoded, which are distinct."""
+        # Wanted, so that a slot for one of these chunks is not found by dropping another of them.
         self._wanted[chunks] += 1
         try:
+            # All get their slots before decoding begins, so that a task can decode several of them.
             absent = chunks[self._slot_of[chunks] == _ABSENT].tolist()
             for chunk in absent:
                 slot = self._spare_slot()
@@ -292,6 +305,8 @@ class ChunkCache:
         try:
             future.result()
         except BaseException:
+            # The slot must not keep the remains of the failed task: the next read decodes the chunk
+            # again, and gets the error again.
             self._drop(slot)
             raise
         self._is_loading[slots] = False
@@ -300,6 +315,8 @@ class ChunkCache:
 
     def _load_ahead(self) -> None:
         put = []
+        # The first chunk stays in the queue until there is a slot for it, so chunks are decoded in
+        # the order in which they were announced.
         while self._queue:
             chunk = self._queue[0]
             if self._wanted[chunk] and self._slot_of[chunk] == _ABSENT:
@@ -328,6 +345,7 @@ class ChunkCache:
         """Return a slot without a chunk that is wanted, if there is one."""
         while not self._free and self._spare:
             oldest, _ = self._spare.popitem(last=False)
+            # It may have been announced again, or dropped, since it became spare.
             if not self._wanted[oldest] and self._slot_of[oldest] != _ABSENT:
                 self._drop(int(self._slot_of[oldest]))
         return self._free.pop() if self._free else None
@@ -335,6 +353,7 @@ class ChunkCache:
     def _slot_in_use(self, keep: np.ndarray) -> int:
         """Return the slot of a chunk that is needed later, which so has to come again."""
         slot = int(np.flatnonzero(~np.isin(self._chunk_in, keep))[0])
+        # It is still wanted, so it has to be decoded again.
         self._queue.append(int(self._chunk_in[slot]))
         self._drop(slot)
         return self._free.pop()
@@ -346,6 +365,8 @@ class ChunkCache:
         if task is not None:
             future, slots = task
             wait([future])  # until then it may write to the slot
+            # All slots of the task share this list: when it is finished for the others, it must not
+            # mark this slot, which may hold a different chunk by then.
             slots.remove(slot)
             self._is_loading[slot] = False
         self._slot_of[self._chunk_in[slot]] = _ABSENT
@@ -354,6 +375,8 @@ class ChunkCache:
 
     def close(self) -> None:
         """Release the memory, once all tasks have ended or were cancelled."""
+        # A copy that is under way reads from the block. The next owner of the block would overwrite
+        # it.
         self.end()
         _buffers.release(self._block)
 
@@ -401,6 +424,7 @@ class RowCache:
         decode(list(zip(chunks, decoded, strict=True)))
         for target, content in zip(targets, decoded, strict=True):
             target[...] = content
+        # Only after the rows: a reader in a different thread takes them as soon as this is set.
         self._is_there[chunks] = True
         self._is_complete = bool(self._is_there.all())
 
@@ -427,6 +451,7 @@ class _BufferPool:
 
     def release(self, block: np.ndarray) -> None:
         """Take back what `empty` has returned; nobody may use it any more."""
+        # `empty` may have returned the beginning of a larger block. The whole block goes back.
         whole = block if block.base is None else block.base
         with self._lock:
             self._idle.append(whole)

@@ -133,6 +133,8 @@ class OpenFiles:
             self._checked_at.pop(number, None)  # what is opened now may be another file
         self.check(number)
         if opened is None:
+            # The limit is one for all readers of the process, but a reader can close only its own
+            # files.
             while self._open and _num_open.total >= _limit():
                 self._close_oldest()
             opened = self._open[number] = _OpenFile(self._catalog.files[number])
@@ -148,6 +150,8 @@ class OpenFiles:
                 return opened
             except (OSError, DataError) as error:
                 reason = getattr(error.__cause__ or error, "errno", None)
+                # The program has files open too, so the limit of the system may come before that of
+                # `_limit`.
                 if reason not in (errno.EMFILE, errno.ENFILE) or len(self._open) < 2:
                     raise
             self._close_oldest()

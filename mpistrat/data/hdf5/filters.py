@@ -130,6 +130,8 @@ def _functions() -> dict[int, Any]:
     for name, path in hdf5.plugin_libraries().items():
         if name in _REENTRANT:
             library = ctypes.CDLL(path)
+            # Every dynamically loaded filter of HDF5 exports this function, which returns its
+            # H5Z_class2_t.
             library.H5PLget_plugin_info.restype = ctypes.POINTER(_FilterClass)
             plugin = library.H5PLget_plugin_info().contents
             functions[plugin.id] = plugin.filter
@@ -138,6 +140,8 @@ def _functions() -> dict[int, Any]:
 
 @cache
 def _libc() -> Any:
+    # The C library of this process, from which the plugins get malloc and free too: each frees
+    # memory that the other has allocated. Without a restype ctypes would cut the pointer to an int.
     libc = ctypes.CDLL(None)
     libc.malloc.restype = ctypes.c_void_p
     libc.malloc.argtypes = [ctypes.c_size_t]
@@ -222,6 +226,7 @@ def _unshuffle(item_bytes: int, shuffled: Any, num_bytes: int) -> Any:
         return shuffled
     planes = np.frombuffer(shuffled, np.uint8)
     whole = np.empty(len(planes), np.uint8)
+    # HDF5 shuffles whole items only, and leaves the bytes of an incomplete one at the end.
     end = num_items * item_bytes
     whole[:end].reshape(num_items, item_bytes)[:] = planes[:end].reshape(item_bytes, num_items).T
     whole[end:] = planes[end:]

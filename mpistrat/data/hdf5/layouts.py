@@ -160,6 +160,7 @@ def find_contiguous(dataset: Any, path: str) -> Storage | None:
 def find_chunks(dataset: Any, path: str) -> Storage | Chunks | None:
     """Return where chunks of whole rows lie; ``None`` if only HDF5 knows."""
     filters = hdf5.filters_of(dataset)
+    # Chunks that hold only parts of rows are left to HDF5, which puts rows together from several.
     if dataset.chunks[1:] != dataset.shape[1:]:
         return None
     codec = find_codec(filters[0][0]) if len(filters) == 1 else None
@@ -173,6 +174,7 @@ def find_chunks(dataset: Any, path: str) -> Storage | Chunks | None:
     num_chunks = -(-len(dataset) // dataset.chunks[0])
     if filters and codec is None and num_chunks > _MAX_FILTERED_CHUNKS:
         return None
+    # Last, because HDF5 lists every chunk for it.
     found = hdf5.places_of_chunks(dataset)
     if found is None:
         return None
@@ -182,10 +184,13 @@ def find_chunks(dataset: Any, path: str) -> Storage | Chunks | None:
         starts = np.ascontiguousarray(places[:, 0])
         row_bytes = dataset.nbytes // max(len(dataset), 1)
         return Storage(starts, rows_per_chunk, dtype, row_bytes)
+    # Then the chunks at the edge are stored without their filters (H5Pset_chunk_opts), and could
+    # not be told from those that are filtered.
     if not hdf5.filters_edge_chunks(dataset):
         return None
     if codec is not None and native_library() is not None and dtype.isnative:
         return CompressedChunks(places, rows_per_chunk, codec)
+    # A codec that only compiled code can call, but cannot use here: in foreign byte order, say.
     if make_decoder(filters) is None:
         return None
     return FilteredChunks(places, dtype, dataset.chunks, tuple(filters))

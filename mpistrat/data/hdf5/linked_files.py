@@ -78,6 +78,7 @@ class LinkedFiles:
             self._paths.update(map(os.path.realpath, _external_paths(dataset)))
         if properties.get_layout() != hdf5.h5py().h5d.VIRTUAL:
             return
+        # By address, because a dataset may have several names.
         key = path, int(hdf5.h5py().h5o.get_info(dataset.id).addr)
         where = f"{dataset.name!r} of {dataset.file.filename}"
         if key in [active for active, _ in self._active]:
@@ -173,6 +174,7 @@ class LinkedFiles:
 
     def _close_oldest(self) -> None:
         """Close the file that was used first, of those outside of the chain that is followed."""
+        # The callers above still use datasets of these files.
         in_use = {path for (path, _), _ in self._active}
         for key in self._open:
             if os.path.realpath(key[0]) not in in_use:
@@ -218,6 +220,7 @@ def _sources(dataset: Any) -> dict[tuple[str, str, bool], None]:
     for number in range(properties.get_virtual_count()):
         file_name = properties.get_virtual_filename(number)
         name = properties.get_virtual_dsetname(number)
+        # "%%" stands for a percent sign, also before a "b".
         is_series = "%b" in (file_name + "\0" + name).replace("%%", "")
         try:
             is_empty = properties.get_virtual_vspace(number).get_select_npoints() == 0

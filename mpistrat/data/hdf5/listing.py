@@ -201,6 +201,7 @@ class _Lister:
             return None
         if link_leads_nowhere(group, path):
             raise DanglingLink(path)
+        # Only the first match shows how many of the names are members of compound rows.
         for num_members in range(1, len(rest) + 1) if not self.names else ():
             found = object_at(group, "/".join([name, *rest[:-num_members]]))
             if isinstance(found, self._h5d.DatasetID) and dtype_of(found).names:
@@ -212,6 +213,7 @@ class _Lister:
         own_type = found.get_type()
         if self._type is None:
             self._begin(found, own_type)
+        # H5Tequal is cheaper than a dtype for each of what may be 100,000 matches.
         is_same = own_type.equal(self._type)
         if not is_same:
             self._check_type(found, name)

@@ -40,6 +40,7 @@ class ExpectedRows:
         start = self._start
         for block in self._blocks:
             part = block[start : start + count]
+            # Usually the rows of a batch are all in one block, and nothing is copied.
             if len(part) == count and not parts:
                 return part
             parts.append(part)
@@ -89,12 +90,15 @@ class DecodingThreads:
     def _run_apart(self, function: Callable[..., None], *args: Any) -> None:
         here = current_core()
         with self._lock:
+            # Preferably the core where the thread runs already, whose caches it has filled.
             core = here if here in self._free else self._free[0]
             self._free.remove(core)
         try:
             _bind({core})
             function(*args)
         finally:
+            # A thread that waits must not stay bound to a core that a different thread may get
+            # next.
             _bind(self._cores)
             with self._lock:
                 self._free.append(core)

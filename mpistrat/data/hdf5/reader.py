@@ -114,6 +114,8 @@ class Hdf5Reader:
         by leaf, of decoded ones by field."""
         if self._announced:
             widest = self._plans[catalog.widest]
+            # The inverse of `plan_fields`, which plans slots for 9/4 of a window: the rows of one
+            # window.
             self.lookahead_rows = max(widest.num_slots * widest.rows_per_slot * 4 // 9, 1)
         elif self._placed and window_rows:  # nothing to decode, but the disk may begin
             self.lookahead_rows = max(_AHEAD_BYTES // sum(catalog.row_sizes), 1)
@@ -180,6 +182,7 @@ class Hdf5Reader:
         """Return the rows from each of `firsts` on, `length` of them, one run after the other."""
         self._check_process()
         files, rows = self._locate(firsts)
+        # A run that continues in the next file is read row by row.
         if files.ndim and (files != self._locate(firsts + (length - 1))[0]).any():
             return self.read((firsts[:, None] + np.arange(length)).ravel())
         placed_of = {placed.number: placed for placed in self._placed}
@@ -202,12 +205,16 @@ class Hdf5Reader:
         outputs: dict[int, np.ndarray],
     ) -> None:
         """Add the small fields to `outputs`, provided that their files are unchanged."""
+        # Cached rows are taken without a look at their files, so a file that has changed would go
+        # unnoticed.
         self._check_files(files)
         for field in self._cached:
             shape, dtype = self._specs[field]
             cache = self._row_caches.get(field)
             if cache is None:
                 cache = RowCache(self._plans[field], self._offsets, shape, dtype)
+                # Readers in several threads may come here at the same time. All use the cache that
+                # was first.
                 cache = self._row_caches.setdefault(field, cache)
             output = outputs[field] = self.empty((len(numbers), *shape), dtype)
             cache.take(numbers, files, rows, partial(self._decode, field), output)
@@ -257,6 +264,8 @@ class Hdf5Reader:
         begun: _Columns,
     ) -> None:
         """Add the fields that are missing in `outputs`, picked from what was decoded."""
+        # Only rows that were announced are counted by the caches. Releasing others would make their
+        # counts negative, or take counts from rows that are still to come.
         are_announced = bool(self._expected)
         for field in self._filled:
             if field in outputs or field in self._are_placed:
@@ -345,6 +354,7 @@ class Hdf5Reader:
         chunks = self._catalog.files[file].layouts[field].chunks
         if not isinstance(chunks, CompressedChunks):
             return 0
+        # Only for the look-up: decoding itself, of the bytes in the mapping, needs no lock.
         with self._files.lock:
             mapped = self._files.mapping(file)
         of_file = itertools.takewhile(lambda row_range: row_range[0] == file, row_ranges)
@@ -410,6 +420,8 @@ class Hdf5Reader:
 
     def _release(self) -> None:
         self._begun = None
+        # The threads end before the caches are closed: these give their memory to the next reader,
+        # and no task may write to it any more.
         self._threads.close()
         for cache in self._chunk_caches.values():
             cache.close()

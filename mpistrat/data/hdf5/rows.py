@@ -97,6 +97,8 @@ class PlacedField:
 
     def end(self, copies: list[Any]) -> None:
         """Do the rest of copies; OSError where the file has become shorter."""
+        # The end of a mapping that the file no longer has raises SIGBUS. Compiled code catches it
+        # (native/rows.c) and returns false.
         if not all(map(self._library.end_copy, copies)):
             raise OSError("the file has become shorter, or its disk fails")
 
@@ -110,6 +112,8 @@ class PlacedField:
         num_helpers: int,
     ) -> list[Any]:
         """Begin to fill `output`, of shape ``(runs, length, *shape)``, with runs of rows."""
+        # A run that crosses the end of a chunk continues at a different place of the file, so it is
+        # copied row by row.
         are_whole = self._storage(file).are_in_one_piece(firsts, output.shape[1])
         if are_whole.all():
             return self.begin(mapped, file, firsts, places, output, num_helpers)
@@ -202,6 +206,8 @@ class PlacedLeaf:
         for file in np.unique(files).tolist() if files.ndim else (0,):
             places = None if not files.ndim else np.flatnonzero(files == file)
             own = rows if places is None else rows[places]
+            # Only to look the mapping up: the array keeps it alive while the rows are copied,
+            # without the lock.
             with self._files.lock:
                 mapped = self._files.mapping(file)
             copy = None

@@ -95,6 +95,7 @@ class Hdf5Source(PlainSource):
         except (KeyError, IndexError, TypeError):
             return None  # the one who asked says what is wrong
         source = copy.copy(self)
+        # If they were cached, they are those of all fields.
         for name in ("catalog", "layout"):
             vars(source).pop(name, None)
         source._fields, source._row_caches, source._mappings = chosen, {}, {}
@@ -279,6 +280,8 @@ def agree_on_files(
                 lambda each=each: [file.num_rows for file in each.catalog.files],  # type: ignore[misc]
                 kind,
             )
+            # A writer may append between the looks of two ranks. All use the rows that every rank
+            # has seen.
             each.limit_rows([min(of_file) for of_file in zip(*lengths, strict=False)])
     return pipeline
 

@@ -251,6 +251,8 @@ class GeneratorSource(PlainSource):
                     f"{self.kind}: the function returned the same generator as for the pass "
                     "before, which is used up. Let it make a new one each time it is called."
                 )
+            # A weak reference, not an id: the next generator may get the address of one that is
+            # gone.
             self._last = weakref.ref(iterator)
         return iterator
 

@@ -233,6 +233,8 @@ class UserReader:
             return
         for chunk, count in zip(*_counted(self._chunks_of(block)), strict=True):
             self._wanted[chunk] += count
+            # Otherwise it is read when it is needed: to read it now would drop a chunk that is
+            # needed before.
             if len(self._chunks) < self._capacity or self._unwanted() is not None:
                 self._chunk(chunk)
 
@@ -245,6 +247,8 @@ class UserReader:
         parts = []
         while len(block):
             if not self._announced or self._announced[0][0][0] != block[0]:
+                # The order is not the announced one, so nothing that follows in the queue will
+                # match.
                 self._announced.clear()
                 parts.append((block, self._source.read_rows(block)))
                 break
@@ -279,6 +283,7 @@ class UserReader:
             rows = block[places] - self._layout.starts[chunk]
             for output, leaf in zip(outputs, leaves, strict=True):
                 output[places] = leaf[rows]
+            # Rows that were never announced are not counted.
             self._wanted[chunk] = max(self._wanted[chunk] - count, 0)
         return nests.unflatten(structure, outputs)
 

@@ -132,6 +132,7 @@ class _GrowingColumn:
         if self._array is None:
             self._array = np.empty((self._count, *row.shape), self.spec.dtype)
         if row.shape != self._array.shape[1:]:
+            # From here on a list: rows of different shapes do not fit into one array.
             self._rows = [*self._array[: self._num_rows], row]
             return
         self._array[self._num_rows] = row
@@ -239,6 +240,7 @@ class Batch(Reordering):
         for group in regroup(blocks, self.batch_size):
             if self.drop_remainder and len(group) < self.batch_size:
                 return
+            # From a list of equally long groups NumPy would make an array of two dimensions.
             item = np.empty(1, object)
             item[0] = group
             yield item
@@ -307,6 +309,8 @@ class Unbatch(Reordering):
             return batches.length
         counts = np.zeros(num_batches, np.int64)
         for block in batches.blocks((0,), None):
+            # Each repetition adds the number of batches to its items; the remainder is the batch
+            # itself.
             counts += np.bincount(block % num_batches, minlength=num_batches)
         of_last = num_items - (num_batches - 1) * self.batch_size
         is_fixed = not any(each.depends_on_pass for each in later)
@@ -318,6 +322,8 @@ class Unbatch(Reordering):
         self, upstream: Order, key: PassKey, batch_size: int | None, start: int
     ) -> Iterator[Block]:
         """Return the items of the pass `key`, without the first `start`."""
+        # If batches may be shorter, nobody knows which batch has item `start` before going through
+        # them.
         first = start // self.batch_size if self.are_whole else 0
         batches = upstream.blocks(key, None, first)
         items = (np.asarray(item) for block in batches for item in block)
@@ -344,6 +350,7 @@ class NumberedBatch(np.ndarray):
     """Those that each `Enumerate` has given it."""
 
     def __array_finalize__(self, source: Any) -> None:
+        # NumPy calls this for each view and slice too, so a part of a batch keeps the numbers.
         self.numbers = getattr(source, "numbers", ())
 
 

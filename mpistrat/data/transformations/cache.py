@@ -170,11 +170,15 @@ class CacheStore:
 
     def columns(self, numbers: np.ndarray) -> list[np.ndarray]:
         """Return the columns of elements that are there, in memory of their own."""
+        # The index is one more than the place of the record, because new memory is 0, which means
+        # absent.
         return self._record.columns(self._records, (self._index[numbers] - 1).tolist())
 
     def add(self, number: int, leaves: Sequence[np.ndarray]) -> None:
         """Keep an element, unless another rank has been faster."""
         size = self._record.size_of([leaf.nbytes for leaf in leaves])
+        # flock excludes other processes, but not the threads of this one, which share its
+        # descriptor.
         with self._lock, self._file.lock():
             if self._index[number]:
                 return
@@ -186,6 +190,9 @@ class CacheStore:
                     f"{readable_size(self._limit)}. Give cache(memory=...) more, or cache before "
                     "the map that makes elements large."
                 )
+            # Space is reserved under the lock, and filled without it, so ranks copy at the same
+            # time. If a rank is killed in between, its claim stays: that element is made again in
+            # each epoch.
             self._index[number] = _CLAIMED
             self._state[0] = start + size
         self._record.write(leaves, self._records[start : start + size])
@@ -365,6 +372,8 @@ class Cached:
 
     def open(self, window_rows: int, stream: PassStream) -> CachedReader:
         """Return a reader that makes what is not kept yet."""
+        # Random maps draw for the first epoch, whichever epoch makes an element: the result must
+        # not depend on which rank makes it, or when.
         first_pass = dataclasses.replace(stream, key=(0,), repeats=(), is_fixed=False)
         return CachedReader(self, window_rows, first_pass)
 
@@ -414,6 +423,8 @@ class CachedReader:
         """Return the nest of columns of `block`."""
         items, numbers = self._first_repetition(block)
         is_made = ~self._store.has(numbers)
+        # The reader below holds a chunk until all of its announced rows have been read. Rows that
+        # were announced and never read would keep it in memory.
         if self._announced:  # what was announced is read, even if another rank was faster
             for place, number in enumerate(numbers.tolist()):
                 if self._announced[number] > 0:

@@ -82,6 +82,8 @@ class Concatenated(View):
         known = [layout for layout in found if layout is not None]
         if not known:
             return None
+        # A dataset without chunks is cut into pieces as long as the longest chunk, so that a
+        # shuffle can treat all datasets alike.
         length = max(layout.rows_per_chunk for layout in known)
         return ChunkLayout.joined(
             ChunkLayout(np.append(np.arange(0, child.known_length, length), child.known_length), 0)

@@ -72,6 +72,7 @@ class ValidElements(Filtered):
                 with closing(make(items[place:stop])) as examples:
                     for _ in examples:
                         made += 1
+            # Not a fault of the element, which must not be left out because of it.
             except MemoryError:
                 raise
             except Exception as error:

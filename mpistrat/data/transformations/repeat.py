@@ -76,6 +76,7 @@ class Repeat(Reordering):
             for block in upstream.blocks((*key, repetition), batch_size, start):
                 empty = empty and not len(block)
                 yield moved_items(block, repetition * upstream.span) if repetition else block
+            # Nothing, repeated endlessly, would never yield and never return.
             if empty:
                 return
             start = 0

@@ -51,6 +51,7 @@ def _uniform(seed: int, key: tuple[int, ...], count: int) -> np.ndarray:
     """Return `count` numbers in [0, 1)."""
     # Raw bits are the one stream that NumPy promises not to change between versions.
     bits = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=key)).random_raw(count)
+    # The upper 53 bits, as many as a float64 holds: multiples of 2**-53, each equally likely.
     uniform: np.ndarray = (bits >> np.uint64(11)) * 2.0**-53
     return uniform
 
@@ -74,6 +75,7 @@ class Weights:
         self._known: dict[PassKey, np.ndarray] = {}
 
     def __repr__(self) -> str:
+        # Ranks compare this text, and there may be millions of weights.
         digest = hashlib.sha256(self._weights.tobytes()).hexdigest()[:16]
         return f"weights {digest}, {self.num_drawn} draws, seed={self._seed}"
 
@@ -215,6 +217,7 @@ class Mixed(View):
     @cached_property
     def _lengths(self) -> np.ndarray:
         lengths = [child.known_length for child in self.children]
+        # More than any position, so the comparisons below need no case for endless datasets.
         return np.array([2**62 if length == ENDLESS else length for length in lengths])
 
     @cached_property
@@ -281,6 +284,8 @@ class Mixed(View):
         for number in itertools.count():
             if not left.any():
                 return
+            # The same numbers as `_draw` takes, and a new block at each dataset that ends: a stream
+            # has the order that the same elements have in files.
             for owner in _choose(left, _uniform(self._seed, (_CHOICES, number), _BLOCK)).tolist():
                 element = next(elements[owner], _NOTHING)
                 if element is not _NOTHING:

@@ -57,6 +57,7 @@ class Shuffle(Reordering):
         rows, layout = upstream.rows, upstream.source.layout_of(key)
         if rows is not None and layout is not None:
             blocks = self._chunk_blocks(rows, layout, drawn_for, batch_size or 1)
+            # Only numbers are drawn for the batches that are skipped; no row of them is read.
             return skip_items(blocks, start)
         window = self.window if layout is None else self.window_rows(layout)
         if window is None and upstream.length == ENDLESS:
@@ -64,6 +65,7 @@ class Shuffle(Reordering):
                 "shuffle needs a window where the data set before it is endless: give window=..., "
                 "or shuffle before repeat."
             )
+        # Each window has its own key, so nothing is drawn for the windows before `start`.
         first, rest = (0, start) if window is None else divmod(start, window)
         begun = upstream.blocks(key, batch_size, first * (window or 0))
         return skip_items(self._window_blocks(begun, window, drawn_for, first), rest)
@@ -99,6 +101,9 @@ class Shuffle(Reordering):
             np.cumsum(plan.lengths(len(rows))),
             window // plan.count,
             _RAMP if self.window is None else 1,
+            # Behind the numbers that ordered the chunks. The number at position i belongs to row i
+            # of the shuffled chunks, so it does not matter when a partition draws, or in which
+            # order they do.
             stream.part(len(starts), len(rows)),
         )
         num_full, rest = divmod(len(rows), batch_size)
@@ -193,6 +198,8 @@ class _RandomStream:
 
     def permutation(self, first: int, length: int) -> np.ndarray:
         """Return an order of `length` items, drawn with as many numbers from `first` on."""
+        # Generator.permutation may change between versions of NumPy (NEP 19). A stable sort of raw
+        # bits cannot, not even if two of them are equal.
         return self.raw(first, length).argsort(kind="stable")
 
     def part(self, first: int, length: int) -> Callable[[int, int], np.ndarray]:
@@ -223,6 +230,7 @@ class _Mixing:
     ) -> None:
         starts, lengths = starts[lengths > 0], lengths[lengths > 0]
         stops = lengths.cumsum()
+        # Where a partition ends within a chunk, the chunk is cut in two.
         cuts = np.unique(ends[stops[stops.searchsorted(ends)] != ends])
         places = stops.searchsorted(cuts)
         self._stops = np.insert(stops, places, cuts)  # of pieces, in shuffled order
@@ -259,6 +267,7 @@ class _Mixing:
         """Mix the next pieces of some partitions."""
         firsts, done = self._first[partitions], self._done[partitions]
         sizes = self._sizes[partitions]
+        # At least one piece, even if it is longer than the window, or `take` would never end.
         stops = np.maximum(self._stops.searchsorted(done + sizes, "right"), firsts + 1)
         stops = np.minimum(stops, self._last[partitions])
         ends = self._stops[stops - 1]

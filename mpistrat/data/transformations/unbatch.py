@@ -108,6 +108,8 @@ class Rows(View):
         """Use `lengths`, which the ranks have found together."""
         self._lengths = lengths
         self._layouts.clear()
+        # cached_property stores its value in the instance dict; without it there it is computed
+        # again.
         vars(self).pop("offsets", None)
 
     @cached_property
@@ -181,6 +183,7 @@ class Rows(View):
         starts = self.offsets
         if layout is not None and layout.order is None:
             starts = self.offsets[layout.starts]
+        # Elements without rows would be chunks of length 0.
         starts = np.append(starts[:-1][np.diff(starts) > 0], starts[-1])
         return ChunkLayout(starts, self._row_bytes(layout))
 
@@ -282,6 +285,7 @@ class _RowsOfElements(Child):
             nest = nests.unflatten(self._structure, [leaf[rows] for leaf in leaves])
             nests_of_elements.append(nest)
         self._drop(elements, np.bincount(inverse), key)
+        # All rows are of one element, and in order: nothing has to be copied.
         if len(groups) == 1 and (np.diff(groups[0]) == 1).all():
             return nests_of_elements[0]
         return scattered(len(numbers), groups, nests_of_elements)
@@ -324,6 +328,7 @@ class _RowsOfElements(Child):
         return self.at(elements, key) if rows is None else rows.start + rows.step * elements
 
     def _place(self, element: int, key: PassKey) -> tuple[PassKey, int]:
+        # Without maps an element is the same in every epoch, so one copy of it serves them all.
         return (key if self._changes else (), element)
 
     def _reader_expects(self, items: Block, key: PassKey) -> None:
@@ -340,8 +345,10 @@ class _RowsOfElements(Child):
 def count_rows(source: Rows, policy: AutoShardPolicy, collectives: Collectives, kind: str) -> None:
     """Find how many rows elements have: each rank looks at a share. **Collective**."""
     check_same(source.children[0], policy, collectives, kind)
+    # This may open files, and fail on one rank, which would then miss the gather below.
     with collectives.all_or_none(kind):
         is_known = source.is_read or source.known_lengths is not None
+    # If any rank does not know the lengths, all take part in counting: it is collective.
     if all(collectives.gather_json(is_known, kind)):
         return
     with collectives.all_or_none(kind):

@@ -107,6 +107,7 @@ class Windowed(View):
         """Return the elements of all windows, one window after the other."""
         firsts = self._first_elements(numbers)
         rows = self.children[0].order.rows
+        # The rows of a window follow one another, so the reader may copy each window in one piece.
         if rows is not None and rows.step * self._dilation == 1:
             return [Part(0, firsts + rows.start, run_length=self._size)]
         positions = firsts[:, None] + np.arange(self._size) * self._dilation
@@ -125,6 +126,8 @@ class Windowed(View):
                 flat = [nests.flatten(each) for each in waiting[:: self._dilation]]
                 columns = zip(*(leaves for leaves, _ in flat), strict=True)
                 yield nests.unflatten(flat[0][1], map(np.stack, columns))
+                # If windows are further apart than they are long, the elements between them are in
+                # none.
                 skipped = max(self._stride - self._span, 0)
                 del waiting[: self._stride]
 
