@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mpistrat.errors import DataError
-from mpistrat.system.files import affixes, replace_file
+from mpistrat.system.files import affixes, replace_file, umask
 
 _BYTES_WORTH_ALIGNING = 2**18
 """Arrays of at least this size begin at a memory page, so that no two writers share one."""
@@ -327,7 +327,7 @@ def create_atomically(
     prefix, suffix = affixes(path)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=prefix, suffix=suffix)
     try:
-        os.fchmod(handle, 0o666 & ~_umask())
+        os.fchmod(handle, 0o666 & ~umask())
         file = _create(temporary)
         try:
             yield file
@@ -392,12 +392,6 @@ def _open_sink() -> int:
         return os.memfd_create("discarded")
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
-
-
-def _umask() -> int:
-    umask = os.umask(0)
-    os.umask(umask)
-    return umask
 
 
 def _fsync_folder(folder: Path) -> None:

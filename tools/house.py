@@ -34,12 +34,12 @@ Limit = int | tuple[int, int]
 
 LIMITS: dict[str, Limit] = {
     "files": 332,
-    "lines": 70_300,
+    "lines": 71_600,
     "longest file, code": 400,
     "median file": (150, 220),
     "loose modules": 22,
     "exported names": 180,
-    "comments, per mille": (12, 1000),
+    "comments, per mille": (27, 1000),
     "private attributes of others": 490,
     "names in several folders": 22,
     "circles of files": 0,

@@ -27,7 +27,7 @@ def write_atomically(
         with open(handle, "wb") as file:
             # mkstemp creates files that only their owner may read. This gives them the usual
             # permissions.
-            os.fchmod(file.fileno(), 0o666 & ~_umask())
+            os.fchmod(file.fileno(), 0o666 & ~umask())
             for piece in [content] if isinstance(content, str) else content:
                 file.write(piece.encode() if isinstance(piece, str) else piece)
             file.flush()
@@ -40,7 +40,7 @@ def write_atomically(
         raise
 
 
-def _umask() -> int:
+def umask() -> int:
     """Return the permissions that new files do not get, which mkstemp does not ask for."""
     text = Path("/proc/self/status").read_text()
     return int(text.partition("\nUmask:")[2].split()[0], 8)
