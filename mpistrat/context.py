@@ -52,6 +52,7 @@ class Frame:
         return collectives
 
 
+# Per thread, because the replicas of a rank run on threads of their own, each in its context.
 class _Stack(threading.local):
     def __init__(self) -> None:
         self.frames: list[Frame] = []
@@ -132,6 +133,7 @@ def strategy_of_world() -> Strategy:
         _of_world.clear()
     if not _of_world:
         _of_world.append(_makers[0]())
+        # The program did not open it, so `only_open_strategy` must not count it.
         note_closed(_of_world[0])
     return _of_world[0]
 
@@ -181,6 +183,7 @@ class _Entered:
         if frames and frames[-1] is self._frame:
             frames.pop()
         else:
+            # Frames above this one were never left, as those of a generator that was abandoned.
             _remove_from(self._frame)
 
 

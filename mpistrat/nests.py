@@ -62,6 +62,7 @@ def _filled(instance: Any, names: tuple[str, ...], values: Iterable[Any]) -> Any
     # __init__ may check or compute fields, so the copy is filled without it.
     twin = copy.copy(instance)
     for name, value in zip(names, values, strict=True):
+        # The usual setattr fails for frozen dataclasses.
         object.__setattr__(twin, name, value)
     return twin
 
@@ -97,6 +98,8 @@ def _is_copied_as_usual(cls: type) -> bool:
 
 def _register_dict(cls: type) -> None:
     def take_apart(instance: Any) -> tuple[tuple[Any, ...], Any, tuple[Any, ...]]:
+        # Ranks may have filled the dict in different orders, and would reduce the leaves of one key
+        # with those of a different one.
         keys = tuple(sorted(instance, key=_format_key))
         emptied = copy.copy(instance)
         dict.update(emptied, dict.fromkeys(keys))

@@ -335,6 +335,7 @@ class _Listeners(list[Injection]):
     """The `on_collective` callback of a channel with faults."""
 
     def __call__(self, number: int) -> None:
+        # A copy, because an injection removes itself from the list when it is done.
         for injection in tuple(self):
             injection._on_collective(number)
 
@@ -350,6 +351,7 @@ def inject_from_environment(channel: Channel) -> None:
     # A fault with a number happens once per process, though a new channel counts from 1 again.
     faults = _faults(settings().fault)
     world = started_world() if faults else None
+    # The setting means ranks of the job. A smaller channel numbers its ranks differently.
     if world is not None and world.size != channel.size:
         return
     if any(each._is_on(channel) for each in _from_environment):

@@ -47,6 +47,7 @@ class _Counts:
 
     def take_in(self, places: Iterable[int]) -> None:
         """Count one `add`, with gradients for the variables at `places`."""
+        # The loop below changes the copy. An undo puts back the list that was there before.
         self._set(list(self.num_gradients), self.num_added)
         for place_of_variable in places:
             self.num_gradients[place_of_variable] += 1
@@ -303,8 +304,12 @@ class GradientAccumulator(Trackable):
                     f"{kind}: no gradient has been added since the last step (num_added is "
                     f"{self.num_added}). Call add for each micro-batch first."
                 )
+            # A rank that has missed a micro-batch would send a sum of fewer examples, and nothing
+            # else would show it.
             call.include(self.num_added, f"after {self.num_added} calls of add")
             pairs = zip(self._sums, counts, strict=True)
+            # None and not zeros: by zeros the optimizer would still apply momentum and weight
+            # decay.
             sums = [total._component if count else None for total, count in pairs]
             reduced = sum_over_replicas(call, sums, self._variables)
         return list(zip(reduced, self._variables, strict=True))
@@ -333,6 +338,7 @@ class GradientAccumulator(Trackable):
             gradient.
         """
         missing = self._as_unit("apply", lambda: self._apply(optimizer), writes=True)
+        # Outside of the unit, which an elastic job may repeat.
         if missing:
             warnings.warn(f"No gradient for the variables {missing}: skipped.", stacklevel=2)
 

@@ -110,6 +110,7 @@ class AgreedStep:
             span("optimizer", f"{kind} update"),
         ):
             if factor is not None:
+                # The same bits on all ranks, which have compared the rate and weight_decay.
                 keep = 1 - self.rate * (optimizer.weight_decay or 0)
                 step = Step(constants, keep, factor)
                 if update_all is not None:
@@ -124,9 +125,12 @@ class AgreedStep:
                 )
                 iterations = optimizer.iterations
                 memory = iterations._own_storage if known is None else known.iterations
+                # A skipped step does not count: Adam's bias correction and schedules go by the
+                # updates that were done.
                 memory += 1
                 parts = [each for each in updates if each.placement.ranges is not None]
                 if parts:
+                    # Only now: it sends the weights that the lines above have updated.
                     share_parts(self.strategy.extended._collectives, kind, rule, step, parts)
                 elif known is None:
                     iterations._settle()

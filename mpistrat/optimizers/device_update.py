@@ -38,6 +38,8 @@ typedef union { unsigned bits; float number; } Bits;
 #define WIDE(number) wide(number)
 #define NARROW(number) narrow(number)
 """
+# Adding 0x7fff and the last kept bit rounds to nearest even. It would carry some NaNs into the sign
+# bit, which makes them zeros, so they take a branch of their own.
 _BFLOAT16 = """\
 __device__ float wide(unsigned short half) {
     Bits full;
@@ -51,6 +53,8 @@ __device__ unsigned short narrow(float number) {
     return (full.bits + 0x7fffu + (full.bits >> 16 & 1u)) >> 16;
 }
 """
+# The biases of the exponents differ by 112. A product with 2^112 is exact and also normalizes
+# subnormal numbers, for which integer arithmetic would need a loop.
 _FLOAT16 = """\
 __device__ float wide(unsigned short half) {
     Bits full, scale;
@@ -115,6 +119,7 @@ class DeviceUpdate:
         with self._device:
             for positions, source, real, launches in self._parts:
                 chosen = [addresses[position] for position in positions]
+                # CuPy passes a Python float as a double, whatever the parameter of the kernel is.
                 constants = [real(number) for number in numbers]
                 for launch in launches:
                     launch(source, chosen, *constants)

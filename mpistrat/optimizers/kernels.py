@@ -89,6 +89,8 @@ def _functions(kernel: Kernel, char: str, c_type: str) -> str:
     names, numbers = ("weight", *kernel.slots), ("keep", "factor", *kernel.constants)
     declared = [f"{c_type} {number}" for number in numbers]
     arguments = [
+        # `restrict` lets the compiler vectorize: it promises that no two arrays overlap. So
+        # `settled_beside` copies gradients that share memory with a variable.
         "ptrdiff_t n",
         f"const {c_type} *restrict gradient_in",
         *(f"{c_type} *restrict {name}_out" for name in names),

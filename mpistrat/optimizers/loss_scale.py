@@ -135,6 +135,8 @@ class LossScale(context.MadeInScope, Trackable):
         """Take note of a step, skipped where not `is_finite`. Local, in update context."""
         if not is_finite:
             self._num_skipped.assign_add(1, read_value=False)
+            # Each rank changes its own copy, without a message. The copies stay equal, because all
+            # ranks have seen the same summed gradients.
             self._change_to(max(1.0, self._current * self.backoff_factor))
         num_good = int(self._num_good.values[0]) + 1 if is_finite else 0
         # A checkpoint of a longer interval may hold more good steps than this one asks for.
@@ -145,6 +147,8 @@ class LossScale(context.MadeInScope, Trackable):
 
     def _grown(self) -> float:
         grown = self._current * self.growth_factor
+        # Half of infinity is infinity: the scale would never shrink again, and all later steps
+        # would be skipped.
         return grown if math.isfinite(grown) else self._current
 
     def _change_to(self, scale: float) -> None:

@@ -117,11 +117,15 @@ class ExponentialMovingAverage(context.MadeInScope, Trackable):
                 f"decay={decay}",
                 *((each.name, str(each.dtype), each.full_shape) for each in variables),
             )
+        # Once per rank: its replicas share the averages, which would otherwise decay once per
+        # replica.
         strategy.extended._once(functools.partial(self._follow, variables, decay))
 
     def _follow(self, variables: Sequence[Variable], decay: float) -> None:
         """Move each average towards its variable. **Collective** where one is new."""
         for variable in variables:
+            # First all that are new: a restore that waits for one may refuse it, and then no
+            # average has moved.
             if self._slots.find(variable, _SLOT) is None:
                 self._attach_child(_SLOT, _first_average(variable), of=variable)
         for variable in variables:

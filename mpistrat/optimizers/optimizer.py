@@ -143,6 +143,7 @@ class Optimizer(context.MadeInScope, Hinted, Trackable, abc.ABC):
             InitialValue.replicated(np.int64(0)),
             trainable=False,
             name="iterations",
+            # Not NONE, so that a program may also assign the counter inside of run.
             aggregation=VariableAggregation.ONLY_FIRST_REPLICA,
         )
         self._attach_child("iterations", self.iterations)
@@ -231,6 +232,7 @@ class Optimizer(context.MadeInScope, Hinted, Trackable, abc.ABC):
         frame = context.current()
         strategy = default_strategy() if frame is None else frame.strategy
         is_list = type(grads_and_vars) in (zip, list)  # as usual: `listed` looks closer
+        # A list, because a unit of an elastic job may read the pairs a second time.
         pairs = list(grads_and_vars) if is_list else listed(grads_and_vars)
         if strategy.extended._is_default:
             strategy = owner_among((*variables_in(pairs), self.iterations), strategy)
@@ -243,6 +245,7 @@ class Optimizer(context.MadeInScope, Hinted, Trackable, abc.ABC):
         summed = is_replica and not skip_gradients_aggregation
         extended = strategy.extended
         if not is_replica and extended._collectives.needs_unit:
+            # Inside of run, the whole run is the unit already.
             again = functools.partial(self.apply_gradients, pairs, skip_gradients_aggregation)
             extended._as_unit("apply_gradients", again)
             return
@@ -258,6 +261,8 @@ class Optimizer(context.MadeInScope, Hinted, Trackable, abc.ABC):
                 return
         with replicas.call(f"{type(self).__name__}.apply_gradients") as call:
             step = self._agreed_step(call, strategy, pairs, summed, known, gradients)
+        # After the call has ended, because a step may make collectives: new slots, norms, weights
+        # of other ranks. Once, because the replicas of a rank share the variables.
         extended._once(step)
 
     def _agreed_step(
@@ -281,7 +286,11 @@ class Optimizer(context.MadeInScope, Hinted, Trackable, abc.ABC):
             gradients, variables = self._checked_pairs(call.kind, strategy, pairs, summed)
         scale = 1.0 if self.loss_scale is None else self.loss_scale._divisor()
         number = int(self.iterations._storage if known is None else known.iterations)
+        # Before the ranks agree: a schedule that raises on one rank is then an error of all, and no
+        # gradient has been summed.
         rate = self._rate(number)
+        # Not in the signature, which is digested once and stays: a schedule changes the rate in
+        # each step.
         call.include(rate, f"{RATE} {rate}")
         late: list[int] = []
         if known is not None:
@@ -318,6 +327,8 @@ class Optimizer(context.MadeInScope, Hinted, Trackable, abc.ABC):
         """Return the parameters except the rate, as the ranks compare them, checked."""
         values = self._parameters_of(self)
         known, formatted = self._checked
+        # Identity is enough for constants, and costs less per step than formatting them. Parameters
+        # that can change in place are never kept.
         if len(values) == len(known) and all(map(operator.is_, values, known)):
             return formatted
         self._check_parameters()

@@ -84,6 +84,7 @@ def share_parts(
     """Give all ranks the weights that each rank has updated. **Collective**."""
     late = [each for each in updates if each.is_late]
     staged = [each for each in late if each.variable._placement.stage is not None]
+    # Before the ranks agree, because that tells the others that this rank's gradients are in place.
     for each in staged:
         _fill_stage(each, collectives.rank)
     with collectives.call(f"{kind}: weights") as call:
@@ -97,6 +98,8 @@ def share_parts(
             _gather([each for each in updates if not each.is_late and not each.is_central], call)
         call.show_received([each.variable._storage for each in updates])
         if any(each.is_central for each in updates):
+            # No rank may read a shared weight, or fill its buffer for the next step, before all
+            # have updated their parts.
             call.agree("updated")
     for each in updates:
         each.variable._placement.note_written()
@@ -122,6 +125,7 @@ def _update_from_stage(rule: Rule, step: Step, each: PartUpdate) -> None:
     for begin in range(own.start, own.stop, _CHUNK):
         stop = min(begin + _CHUNK, own.stop)
         first, *others = (of_rank[begin:stop] for of_rank in stage)
+        # A single rank adds nothing. Then the rule gets the buffer itself, which it only reads.
         total = sums[: stop - begin] if others else first
         for number, of_rank in enumerate(others):
             np.add(total if number else first, of_rank, out=total)
@@ -137,6 +141,8 @@ def _update_with_others(call: CollectiveCall, rule: Rule, step: Step, each: Part
         chunk = each.target.chunk(begin - own.start, begin - own.start + sums.size)
         rule.update(step, chunk, sums)
         if not each.is_central:
+            # `reduce_parts` sends what is in `sums` now: the new weights in place of the summed
+            # gradients.
             np.copyto(sums, chunk.weight)
 
     call.note_moved(each.gradient.nbytes, "SharedMemoryReducer")
@@ -147,6 +153,8 @@ def _update_with_others(call: CollectiveCall, rule: Rule, step: Step, each: Part
 
 def _gather(updates: Sequence[PartUpdate], call: CollectiveCall) -> None:
     """Bring the weights that ranks have updated to all of them. **Collective**."""
+    # One message per dtype. The sort is stable and all ranks have the updates in the same order, so
+    # they cut the messages alike.
     by_dtype = sorted(updates, key=lambda each: each.variable.dtype.char)
     for _, group in itertools.groupby(by_dtype, key=lambda each: each.variable.dtype):
         parts = [(each.variable, _places(each)) for each in group]
@@ -171,6 +179,8 @@ def _places(each: PartUpdate) -> list[Any]:
     ranges = each.placement.ranges
     if not isinstance(each.gradient, IndexedSlices):
         return [slice(of_rank.start, of_rank.stop) for of_rank in ranges]
+    # Coalesced slices are equal on all ranks and ascending, so every rank finds the same bounds
+    # without asking.
     touched = host_view(elements_of(each.gradient))
     bounds = np.searchsorted(touched, [0, *[of_rank.stop for of_rank in ranges]])
     return [touched[start:stop] for start, stop in itertools.pairwise(bounds)]

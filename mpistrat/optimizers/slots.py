@@ -71,6 +71,8 @@ class Slots:
         entry = self._entries.setdefault(id(variable), _Entry(variable))
         weight, slots = variable._own_storage, [entry.slots[name] for name in names]
         if slots and slots[0]._is_sharded and not variable._placement.is_divided:
+            # Every rank holds the whole weight, but only a part of each slot. A rule needs the same
+            # elements of both.
             weight = slots[0]._placement.own(weight)
         target = entry.targets[names] = Target(weight, [slot._own_storage for slot in slots])
         return target
@@ -110,6 +112,7 @@ class Slots:
         """Keep `slot` under `variable` and `name`."""
         entry = self._entries.setdefault(id(variable), _Entry(variable))
         entry.slots[name] = slot
+        # Known targets may refer to the memory of a slot that this one replaces.
         entry.targets.clear()
         on_undo(functools.partial(entry.forget, name))
 
@@ -136,6 +139,8 @@ def zero_slot(variable: Variable, name: str, is_sharded: bool = False) -> Variab
     # **Collective** for the variable of a strategy. `is_sharded` divides a mirrored variable's.
     owner = default_strategy() if variable.strategy is None else variable.strategy
     name, dtype = f"{variable.name}/{name}", slot_dtype(variable.dtype)
+    # In replica context `Variable` waits for all replicas of this rank, but here one of them works
+    # for all while the others wait for it.
     with context.entered(context.Frame(context.Kind.CROSS_REPLICA, owner)):
         if _is_divided_slot(variable, is_sharded):
             check_can_shard_slots(name, owner)
@@ -228,6 +233,8 @@ class PreparedSteps(dict[tuple[int, ...], PreparedStep]):
         reduction = prepare_sum(call, gradients, variables, parameters)
         if not reduction.fits(gradients):
             return
+        # Steps keep their variables alive: a program that builds model after model would run out of
+        # memory.
         if len(self) >= _MAX_STEPS:
             self.clear()
         key = (id(call.channel), *map(id, variables))

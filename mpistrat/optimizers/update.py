@@ -62,6 +62,8 @@ class Rule:
             return self._update_of_all_on_device(targets)
         dtype = targets[0].compute_dtype
         compiled = _compiled_kernel(self.kernel, dtype)
+        # One call takes weights of one dtype that it also computes in. Halves are widened block by
+        # block instead.
         if compiled is None or any(target.flat_weight.dtype != dtype for target in targets):
             return None
         memory = _Memory(targets)
@@ -155,6 +157,7 @@ def slot_dtype(dtype: np.dtype) -> np.dtype:
 def _flat_real(array: Array) -> Array:
     """Return a 1-d view of `array` in C order, of pairs of real numbers if it is complex."""
     flat = array.reshape(-1)
+    # Rules treat real and imaginary part as two numbers, as PyTorch's do (`view_as_real`).
     return flat.view(_compute_dtype(flat.dtype)) if flat.dtype.kind == "c" else flat
 
 
@@ -204,6 +207,8 @@ def _compiled_engine(compiled: _HostKernel, numbers: Sequence[float]) -> _Engine
 def _numpy_engine(rule: Rule, step: Step, length: int, dtype: np.dtype) -> _Engine:
     constants = [np.array(value, dtype) for value in step.constants]
     keep, factor = np.array(step.keep, dtype), np.array(step.factor, dtype)
+    # A product with 1 changes no bits. So it can be left out here, though the compiled code does
+    # it.
     decays, is_scaled = step.keep != 1, step.factor != 1
     scratch = np.empty(length, dtype)
     scaled = np.empty(length if is_scaled else 0, dtype)

@@ -53,6 +53,8 @@ class CentralExtended(StrategyExtended):
     def _close(self) -> None:
         super()._close()
         for variable in list(self._central.values()):
+            # A program may keep its variables. Their memory is to go back to the system all the
+            # same.
             variable._storage = np.empty(0, variable.dtype)
             variable._placement.lose_copies()
         self._central.clear()
@@ -82,6 +84,8 @@ class CentralExtended(StrategyExtended):
         what = f"update of variable {var.name!r}"
         collectives, result = self._collectives, None
         collectives.channel.ledger.updates += 1
+        # Only rank 0: the ranks share the memory, so an assign_add by each would count N times. At
+        # the end of the block all ranks wait, so none reads before rank 0 has written.
         with collectives.all_or_none("update", var.name):
             if collectives.rank == 0:
                 result = context.result_in_update_context(
@@ -100,6 +104,7 @@ class CentralExtended(StrategyExtended):
         missing = [
             each for each in given if _node_memory(each) is not None and not each._placement.stage
         ]
+        # Equal on all ranks, because the buffers of a variable are made on all of them at once.
         if missing:
             self._make_stages(missing)
         rank, buffers = self._collectives.rank, []
@@ -114,6 +119,7 @@ class CentralExtended(StrategyExtended):
     def _make_stages(self, variables: Sequence[Variable]) -> None:
         """Give each of `variables` a buffer on every rank. **Collective**."""
         lengths = [each._storage.nbytes for each in variables]
+        # A buffer begins at a cache line, so no two ranks write to the same one.
         padded = [-(-length // _ALIGNMENT) * _ALIGNMENT for length in lengths]
         size, num_bytes = self._collectives.size, sum(padded)
         with self._collectives.call("gradient_buffers") as call:

@@ -59,6 +59,7 @@ def make_offer(device: str, local_rank: int) -> Offer | None:
     own = own_cores()
     near = [cores_near_pci(each.pci_address()) for each in devices]
     is_near = [bool(cores) and own <= cores for cores in near]
+    # A rank that is not bound may run on cores of all sockets, so no GPU is near to all of them.
     if not any(is_near):
         is_near = [True] * len(devices)
     is_fixed = Device.parse(device)[1] is not None
@@ -82,6 +83,8 @@ def choose_gpus(offers: Sequence[Offer | None]) -> list[int | None]:
         if offer is not None and offer.is_fixed:
             chosen[rank] = offer.gpus[offer.preferred]
     named = set(chosen.values())
+    # The second pass adds ranks that found no near GPU. It may move the others to a different GPU,
+    # but a rank that has one keeps one.
     for only_near in (True, False):
         wishes = {
             rank: [gpu for gpu in _wishes(offer, only_near) if gpu not in named]
@@ -244,6 +247,8 @@ def _open_nccl(world: World, device: Device, gpus: list[Gpu]) -> tuple[NcclLink 
     why_not = why_not_nccl(gpus)
     if why_not:
         return None, why_not
+    # All ranks have decided from the same list: NCCL would wait forever for one that does not
+    # connect.
     key = f"NCCL between {gpus}"
     link: NcclLink | str = attached(world.comm, key, lambda: NcclLink.connect(world.comm, device))
     return (None, link) if isinstance(link, str) else (link, "")

@@ -191,6 +191,8 @@ class StrategyExtended(ExtendedV1):
             repeated = functools.partial(self.call_for_each_replica, fn, args, kwargs)
             return ranks.as_unit("run", repeated, writes=True)
         ledger = ranks.channel.ledger
+        # Counted and not compared: `run` sends nothing. If a later collective differs, the report
+        # shows which rank is how many runs ahead.
         ledger.runs += 1
         for each in (*args, *kwargs.values()) if kwargs else args:
             for batch in batches_of(each):
@@ -211,6 +213,8 @@ class StrategyExtended(ExtendedV1):
                 result = fn(*local_args, **local_kwargs)
             except BaseException as error:
                 channel = self._collectives.channel
+                # The other ranks will soon wait for this one in a collective. They learn why it
+                # does not arrive.
                 channel.note_failure(error, failure_site(error.__traceback__))
                 raise
         return self._merge(result)
@@ -234,6 +238,7 @@ class StrategyExtended(ExtendedV1):
             return self._replica_set.with_components(
                 "reduce", value, lambda own: self._reduce(reduce_op, own, axis, is_own=True)
             )[0]
+        # Before the call: reading the rows is a collective of its own, and would be refused inside.
         value = with_whole_values(reduce_op, value) if self._variable_partitioner else value
         with self._replicas.call("reduce") as call:
             return reduce_to_host(call, ReduceOp.parse(reduce_op), value, axis)
@@ -349,6 +354,7 @@ class StrategyExtended(ExtendedV1):
         if not isinstance(var, Variable):
             raise TypeError(f"update: var must be a mpistrat.Variable, not {var!r}.")
         self._check_is_ours("update", var)
+        # The ranks of a replica pass different values for their parts of a split variable.
         if isinstance(var, MirroredVariable) and var.split_axis is None:
             self._compare_arguments(var, args, kwargs)
         what = f"update of variable {var.name!r}"

@@ -51,6 +51,8 @@ def open_groups(ranks: Collectives) -> RankGroups:
     if layout.ranks_per_replica == 1:
         return RankGroups.of_one_rank(ranks)
     key = layout.ranks_per_replica
+    # All ranks open their group of replicas first. In different orders, two ranks would each wait
+    # in a group that the other has yet to open.
     replicas = open_group(ranks.channel, ("replicas", key), layout.ranks_of_shard(layout.shard))
     shards = open_group(ranks.channel, ("shards", key), layout.ranks_of_replica)
     return RankGroups(_collectives(replicas, ranks), _collectives(shards, ranks))

@@ -208,6 +208,8 @@ class MPIStrategy(Strategy):
         options = CommunicationOptions()
         if communication_options is not None:
             options = communication_options
+        # From here on an error on one rank is raised on all. Otherwise the others would wait for it
+        # in the next collective of the setup.
         with AllOrNone(channel, kind):
             if not isinstance(options, CommunicationOptions):
                 raise TypeError(
@@ -251,6 +253,8 @@ class MPIStrategy(Strategy):
             self._check_world(world)
             offer = make_offer(device, world.local_rank)
             if offer is None:
+                # Ranks with a GPU check theirs later, when they know what all ranks can do
+                # together.
                 check_options(options, DeviceCapabilities(Device("cpu")))
         capabilities = _open_devices(channel, world, offer, chosen)
         if capabilities.link is not None:
@@ -341,6 +345,8 @@ def _open_devices(
 ) -> DeviceCapabilities:
     """Choose a device for each rank, and return what can be done with them. **Collective**."""
     offers: list[Offer | None] = world.comm.allgather(offer)
+    # Equal on all ranks, which have the offers of all: a rank without a GPU must take part in the
+    # collectives below if any rank has one.
     if not any(offers):
         return DeviceCapabilities(Device("cpu"))
     with AllOrNone(channel, "MPIStrategy"):

@@ -199,6 +199,7 @@ class DefaultStrategy(Strategy):
     """The only strategy outside every scope. Got by `mpistrat.get_strategy()`, never made."""
 
     def __init__(self) -> None:
+        # Its cache is still empty while `default_strategy` makes the only one.
         if default_strategy.cache_info().currsize:
             raise RuntimeError(
                 "There is one default strategy: ask mpistrat.get_strategy() for it outside every "

@@ -222,6 +222,7 @@ def reduce_pairs(
     reduced = iter(all_reduce_nest(call, op, together))
     results, layout = [], strategy.extended._layout
     for each, task, where in zip(components, one_task, places, strict=True):
+        # In the order of the pairs, which all ranks share: each of these is a collective.
         rest = next(reduced) if task is None else _reduce_to_task(call, op, each.rest, task, layout)
         if task is None or task == layout.rank:
             results.append(_delivered(each.joined(rest), where))
@@ -235,6 +236,8 @@ def _reduce_to_task(
 ) -> Any:
     leaves, structure = nests.flatten(nest)
     if any(isinstance(leaf, IndexedSlices) for leaf in leaves):
+        # Ranks have different numbers of rows, which a reduction to one rank cannot take. All get
+        # the result, and those that are not asked for it drop it.
         return all_reduce_nest(call, op, nest)
     arrays = leaf_arrays(call, leaves, structure)
     reduced = call.reduce(op, arrays, layout.replica_of(task), nests.signature(structure))
@@ -255,6 +258,7 @@ def _placed(leaf: Any, device: Device) -> Any:
 def _reduce_locally(kind: str, op: ReduceOp, value: Any, axis: Any) -> Any:
     """Reduce a value that is the same on all replicas, which is exact."""
     array = as_array(kind, value)
+    # For its error: a value that is not sent is refused like one that is.
     wire_dtype(op, array.dtype)
     if axis is not None:
         along = normalize_axes(kind, axis, array.shape)

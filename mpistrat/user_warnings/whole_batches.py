@@ -27,6 +27,7 @@ def note_batch(batch: Any) -> None:
 
 def warn_if_whole(arguments: Any) -> None:
     """Warn once if `arguments` of `run` contain an array of the batch that was noted last."""
+    # Only arrays that still exist: a new object may have the id of one that was freed.
     whole = {id(array) for each in latest if (array := each()) is not None}
     if whole and any(id(leaf) in whole for leaf in nests.flatten(arguments)[0]):
         warn_once(

@@ -73,6 +73,8 @@ class AxisSplit:
         length = self.shape[self.axis] * self._num_behind
         if not piece.size or not length:
             return
+        # A piece may begin and end in the middle of a place before the axis: first the rest of that
+        # place, then whole places at once, then the beginning of one more.
         place, inside = divmod(start, length)
         if inside:
             head = min(length - inside, piece.size)
@@ -98,6 +100,8 @@ class AxisSplit:
         """Yield the whole in its flat order, at most about `num_elements` at a time."""
         length = self.shape[self.axis]
         size = length * self._num_behind
+        # A slab has whole places before the axis, or lies within one. Only so it is one run of the
+        # flat whole, which can be appended to a file.
         if 0 < size <= num_elements:
             for places in cut(self._num_before, num_elements // size):
                 yield Slab(places, slice(0, length))
@@ -123,11 +127,15 @@ class AxisSplit:
     def join(self, slab: Slab, parts: Sequence[np.ndarray]) -> np.ndarray:
         """Return a slab, flat, from what all parts have of it."""
         places = slab.before.stop - slab.before.start
+        # The whole has, for each place before the axis, the parts one after the other. So they are
+        # joined per place and not end to end.
         return np.concatenate(
             [part.reshape(places, part.size // places) for part in parts], axis=1
         ).reshape(-1)
 
     def _clipped(self, slab: Slab, part: range) -> tuple[int, int]:
         """Return the places along the axis that a slab and a part share."""
+        # A part outside of the slab gets an empty range within its bounds, so counts are 0 and
+        # never negative.
         start = min(max(slab.along.start, part.start), part.stop)
         return start, max(start, min(slab.along.stop, part.stop))

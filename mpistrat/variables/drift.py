@@ -75,12 +75,14 @@ def _variables_in(
 
 def check_replicas_agree(call: CollectiveCall, variables: dict[str, Variable]) -> None:
     """Make sure that every replica holds the same bytes. **Collective**."""
+    # One per rank is enough: replicas of a rank share the memory of a mirrored variable.
     components = [each.values[0] for each in variables.values()]
     digests = np.array([digest_of(each) for each in components], np.uint64)
     # The largest digest is the smallest one too where all are equal. The ranks of a replica hold
     # different parts of a split variable, so each shard has a column; zeros change no maximum.
     layout = call.layout
     pairs = np.zeros((2, len(variables), layout.ranks_per_replica), np.uint64)
+    # The maximum of the complements is the complement of the minimum, so one MAX finds both.
     for number, variable in enumerate(variables.values()):
         columns = layout.shard if variable.split_axis is not None else slice(None)
         pairs[0, number, columns], pairs[1, number, columns] = digests[number], ~digests[number]
@@ -94,6 +96,8 @@ def check_replicas_agree(call: CollectiveCall, variables: dict[str, Variable]) -
         ranks: Sequence[int] = range(layout.num_ranks)
         if variables[path].split_axis is not None:
             ranks = layout.ranks_of_shard(int(differs[first].argmax()))
+        # `largest` is equal on all ranks, so all of them raise, and all make the gather in
+        # `_drift`.
         raise _drift(call, path, variables[path], digests[first], ranks, len(differing))
 
 

@@ -34,6 +34,8 @@ class Partition:
 
     def owners(self, rows: np.ndarray) -> np.ndarray:
         """Return the rank that holds each of `rows`."""
+        # The first rank whose stop is above the row. One without rows repeats the stop of the rank
+        # before, so it is never found.
         return np.searchsorted(self._stops, rows, side="right")
 
     def counts(self, size_of_row: int) -> list[int]:
@@ -57,9 +59,12 @@ class _Journey:
         """Learn what the other ranks name. **Collective**."""
         owners, size = partition.owners(rows), partition.num_ranks
         counts = np.bincount(owners, minlength=size)
+        # An exchange of parts of different lengths needs the lengths on both sides, and so far only
+        # the sender knows them.
         incoming = call.channel.transport.all_to_all(counts, [1] * size, [1] * size)
         # NumPy sorts small integers by their digits, in less than half of the time.
         keys = owners.astype(np.uint16) if size <= 2**16 else owners
+        # Stable: an owner must see writes to one row in the order in which the program gave them.
         return cls(np.argsort(keys, kind="stable"), counts.tolist(), incoming.tolist())
 
     def to_owners(self, call: CollectiveCall, values: np.ndarray) -> np.ndarray:
@@ -98,6 +103,7 @@ def fetch_rows(
         places = xp.asarray(asked - partition.ranges[call.channel.rank].start)
         # take is faster than an index.
         answers = journey.from_owners(call, native(host_view(xp.take(own, places, axis=0))))
+        # Answers arrive sorted by owner. The inverse of that sort puts them in the order of `rows`.
         inverse = np.empty_like(journey.order)
         inverse[journey.order] = np.arange(inverse.size)
         return np.take(answers, inverse, axis=0)
@@ -150,6 +156,8 @@ def collect_rows(
     counts = [max(0, stop - start) * size for start, stop in parts]
     start, stop = (each - partition.ranges[rank].start for each in parts[rank])
     with call.moving():
+        # If this rank has none of `rows`, `stop` may be negative, and a slice would count it from
+        # the end.
         mine = native(host_view(own[start:stop] if start < stop else own[:0])).reshape(-1)
         to_root = [mine.size, *[0] * (len(counts) - 1)]
         incoming = counts if rank == 0 else [0] * len(counts)

@@ -65,6 +65,8 @@ class InitialValue:
             else:
                 value = given() if callable(given) else given
                 self._value = value.value() if hasattr(value, "read_value") else value
+        # Kept and not raised: on one rank only, it would leave the others waiting in the call that
+        # creates the variable.
         except Exception as error:
             self._error = error
 
@@ -179,6 +181,7 @@ class InitialValue:
 
 
 def _detached(value: Any) -> Any:
+    # NumPy cannot convert a tensor that requires a gradient.
     return value.detach() if is_tensor(value) else value
 
 

@@ -41,6 +41,8 @@ class WrittenTogether(Variable):
         kind = context.mode_for(self._strategy, f"The variable {self.name!r}")
         if kind is context.Kind.REPLICA:
             merged = self._merged(write, value)
+            # The replicas of a rank share the storage, so one of them writes for all. If each did,
+            # an assign_add would count once per replica.
             self.strategy.extended._once(lambda: self._apply(write, merged))
         elif kind is context.Kind.CROSS_REPLICA:
             self._ranks.as_unit(
@@ -66,13 +68,19 @@ class WrittenTogether(Variable):
                     "strategy.run? Write inside of it, or reduce the value first."
                 )
             checked = write.checked(self._target, value)
+            # Copied before the ranks agree: afterwards another rank may write to memory that
+            # `value` is a view of.
             own = self._placement.apart(self._placement.own(checked), self._storage)
+            # All of the value, though this rank may write only a part: owners of different rows
+            # could not compare their parts.
             call.include_values(map(host_view, write.arrays(checked)))
             call.agree("one value", write.signature(checked))
         return own
 
     def _merged(self, write: Write, value: Any) -> Any:
         with self.strategy.extended._replicas.call(f"Variable.{write.how}", self.name) as call:
+            # Raised inside of the call, so that it is the error of all ranks, and none waits for
+            # another.
             if self.aggregation is VariableAggregation.NONE:
                 raise ValueError(
                     f"{write.how} of the {self._adjective} variable {self.name!r} in replica "
@@ -188,8 +196,10 @@ class SyncOnReadVariable(Variable):
                 )
             checked = write.checked(self._target, value)
             share = self._share(checked)
+            # The value before it is divided: shares of integers differ from replica to replica.
             call.include_values(map(host_view, write.arrays(checked)))
             call.agree("one value", write.signature(share))
+        # Only now that all agree. A write that is refused must change nothing.
         write.apply(self._component, share)
 
     def _on_replicas(self, function: Callable[[], Any]) -> Any:
@@ -210,6 +220,7 @@ class SyncOnReadVariable(Variable):
         size, replica_id = layout.num_replicas, layout.replica_id
         if self.dtype.kind == "b":
             raise ValueError(f"The bool variable {self.name!r} cannot be divided under SUM.")
+        # Floats are rounded, so N shares may differ from the value in the last bits.
         if self.dtype.kind not in "iu":
             quotient: Array = array / self.dtype.type(size)
             return quotient
@@ -244,12 +255,16 @@ class SyncOnReadVariable(Variable):
     def _aggregated(self) -> Array | None:
         ranks = self._ranks
         is_split = self._split_axis is not None
+        # Of a split variable each rank of the first replica saves its part. Of others rank 0 saves
+        # all.
         is_wanted = (ranks.layout.replica_id if is_split else ranks.rank) == 0
         is_first = self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA
         value = self._component if is_wanted else None
         with self._replicas.call(_SAVE, self.name) as call:
             self._check_can_aggregate("checkpoint")
             if is_wanted and not is_first:
+                # Allocated before the ranks agree, so that missing memory is an error on all of
+                # them.
                 value = namespace_of(self._storage).empty_like(self._storage)
             call.agree(str(self.dtype), self.shape)
         if not is_first:
@@ -269,6 +284,8 @@ class SyncOnReadVariable(Variable):
     @property
     def _saves_components(self) -> bool:
         """Whether files have the components of all replicas, next to the aggregate."""
+        # Only with num_replicas=, which promises the same bits after a resume. An equal share of
+        # the aggregate is not what a replica held before.
         return bool(self._ranks.arithmetic)
 
     def _components_for_root(self) -> np.ndarray | None:
@@ -281,6 +298,7 @@ class SyncOnReadVariable(Variable):
             call.agree("components", str(self.dtype), self.shape)
             with call.moving():
                 gathered = ranks.channel.transport.gather(own.reshape(-1), counts, 0)
+        # Ranks hold consecutive replicas, so rank order is the order of the replicas.
         return None if gathered is None else gathered.reshape(layout.num_replicas, *self.shape)
 
     def _load_components(self, components: Mapping[int, np.ndarray]) -> None:

@@ -81,6 +81,9 @@ class Whole:
     def make(cls, call: CollectiveCall, initial: InitialValue, by: Making) -> Made:
         """Place a new variable. **Collective**."""
         value = initial.whole(by.name)
+        # Every rank evaluates its initial value, so that shape and dtype can be compared. All keep
+        # rank 0's, because a function that draws random numbers returns a different value on each
+        # rank.
         return cls(value.shape), broadcast(call, value, by.modes(value.dtype)), value.shape
 
     def device(self, of_replica: Device) -> Device:
@@ -150,6 +153,8 @@ class Whole:
 
     def load(self, storage: Array, start: int, piece: np.ndarray, device: Device) -> None:
         """Set what this rank stores of a piece of the flat whole, from element `start` on."""
+        # Storage is in C order, so this is a view. In a different order it would be a copy, and the
+        # write would be lost.
         flat = storage.reshape(-1)
         flat[start : start + piece.size] = place(piece, device)
 
@@ -197,6 +202,7 @@ class Flat(Whole):
         partition = _partition(math.prod(shape), None, call.channel.size)
         _agree_on_parts(call, partition, shape, by.modes(initial.dtype), initial.dtype)
         made = cls(shape, partition, call.channel.rank)
+        # Only for slots, which start at zero on all ranks. So nothing is sent.
         return made, np.zeros(len(made.own_elements), initial.dtype), shape
 
     @property
@@ -214,6 +220,9 @@ class Flat(Whole):
         own = self.own_elements
         if not isinstance(value, IndexedSlices):
             return value.reshape(-1)[own.start : own.stop]
+        # Slices number rows, but a part may begin inside of a row, so they are expanded to
+        # elements. The result counts from the start of this part, because that is all that this
+        # rank writes to.
         indices, values = elements_of(value), value.values.reshape(-1)
         mine = (indices >= own.start) & (indices < own.stop)
         return IndexedSlices(taken(values, mine), indices[mine] - own.start)
@@ -244,6 +253,8 @@ class Flat(Whole):
             with ranks.call("save of sharded variable", name) as call:
                 call.agree(rows.start)
                 piece = collect_rows(call, self.partition, storage, rows)
+            # After the call has ended: the caller may make collectives between two pieces, and
+            # inside of the call they would be refused as an overlap.
             yield None if piece is None else piece.reshape(-1)
 
     def load(self, storage: Array, start: int, piece: np.ndarray, device: Device) -> None:
@@ -251,6 +262,8 @@ class Flat(Whole):
         own = self.own_elements
         first, last = max(start, own.start), min(start + piece.size, own.stop)
         if first < last:
+            # In shared memory too a rank writes only the elements that it owns, so no two ranks
+            # write to the same place.
             flat = self.own_storage(storage).reshape(-1)
             part = place(piece[first - start : last - start], device)
             flat[first - own.start : last - own.start] = part
@@ -261,6 +274,8 @@ class Rows(Flat):
 
     def __init__(self, shape: tuple[int, ...], partition: Partition, rank: int) -> None:
         super().__init__(shape, partition, rank)
+        # No other rank stores these rows, so after a step there is nothing to send. A step gathers
+        # the weights of variables that have `ranges`.
         self.ranges = None
 
     @classmethod
@@ -272,6 +287,8 @@ class Rows(Flat):
             whole = initial.whole(by.name)
             partition = _partition(whole.shape[0], wanted, size)
             modes = by.modes(whole.dtype)
+            # Before rows move: if the shapes differed, so would the counts, and MPI would fail with
+            # a truncated message or wait forever.
             _agree_on_parts(call, partition, whole.shape, modes, whole.dtype, wanted)
             own = scatter_rows(call, partition, whole)
             return cls(whole.shape, partition, rank), own, whole.shape
@@ -280,8 +297,12 @@ class Rows(Flat):
         rows = partition.ranges[rank]
         own = np.zeros((0, *shape[1:]), initial.dtype)
         if rows:
+            # Before the ranks agree, so that an error of the program's function reaches all of
+            # them.
             own = initial.rows(by.name, rows)
         _agree_on_parts(call, partition, shape, by.modes(own.dtype), own.dtype, wanted)
+        # `copy` brings the rows into C order, whatever the function returned. Writes in place rely
+        # on that.
         return cls(shape, partition, rank), own.copy(), shape
 
     @property
@@ -313,8 +334,12 @@ class Rows(Flat):
         size = self._places_in_row(given)
         row = given.values.shape[1:]
         call.agree(target.aggregation.name, dtype_name(given.values.dtype), row)
+        # Checked slices number the places of all leading axes, and a row of the first axis has
+        # `size` of them, maybe 0.
         rows = given.indices // max(size, 1)
         indices, values = send_rows(call, self.partition, rows, given.indices, given.values)
+        # They arrive in rank order, so an owner combines duplicates in the same order as every rank
+        # does for a mirrored variable.
         return self.own(IndexedSlices(place(values, target.device), indices))
 
 
@@ -344,6 +369,8 @@ class NodeMemory(Flat):
         storage = memory.view(dtype).reshape(shape)
         if whole is not None:
             made.own_storage(storage)[...] = scatter_rows(call, made.partition, whole.reshape(-1))
+            # No rank may read before all have written their elements. Zeros need no wait: the
+            # system hands out cleared pages.
             call.agree("with its initial value")
         return made, storage, shape
 
@@ -383,6 +410,8 @@ class NodeMemory(Flat):
             return IndexedSlices(
                 self.apart(value.values, storage), self.apart(value.indices, storage)
             )
+        # As soon as the ranks agree, another rank may overwrite elements that this one has yet to
+        # read. `may_share_memory` compares only bounds, so at worst it costs a copy.
         is_ours = isinstance(value, np.ndarray) and np.may_share_memory(value, storage)
         return value.copy() if is_ours else value
 
@@ -391,6 +420,7 @@ class NodeMemory(Flat):
         self.note_written()
         collectives = self._extended._collectives
         if collectives.size > 1:
+            # Otherwise a fast rank would read elements that a slow one has yet to write.
             with collectives.call("write of central variable", name) as call:
                 call.agree()
 
@@ -424,6 +454,7 @@ class NodeMemory(Flat):
             memory = take_node_memory(call, storage.nbytes, f"A copy of {name!r}")
             copy = memory.view(storage.dtype).reshape(storage.shape)
             twin.own_storage(copy)[...] = self.own_storage(storage)
+            # Each rank has copied only its own elements, and a read needs all of them.
             call.agree("written")
         return twin, copy
 
@@ -450,10 +481,13 @@ class Axis(Whole):
             own = split.cut_own(broadcast(call, whole, by.modes(whole.dtype)))
         else:
             own = np.zeros(split.own_shape, initial.dtype)
+            # The function runs before the ranks agree, so that its error reaches all of them.
             if own.size and not initial.is_zero:
                 own = initial.part(by.name, own.shape, split.own_offset)
             call.agree((dtype_name(own.dtype), shape), by.modes(own.dtype))
             if not initial.is_zero:
+                # The replicas must begin with the same bits, but each has called the function,
+                # which may draw random numbers.
                 own = _of_first_replica(call, by, own)
         return cls(split, by.extended), np.array(own, order="C"), own.shape
 
@@ -479,6 +513,8 @@ class Axis(Whole):
         layout, mine = self._extended._layout, np.empty(0, dtype)
         for number, slab in enumerate(self._split.slabs(_elements_per_piece(dtype))):
             counts = [0] * layout.num_ranks
+            # The ranks of the first replica are the first ones of all, and only they send. The
+            # others take part with nothing, because a gather needs every rank.
             counts[: layout.ranks_per_replica] = self._split.counts(slab)
             with ranks.call("save of split variable", name) as call:
                 call.agree(number)
@@ -524,6 +560,7 @@ def take_node_memory(call: CollectiveCall, num_bytes: int, what: str) -> np.ndar
         return np.zeros(num_bytes, np.uint8)
     with call.communicator() as comm:
         memory = share_memory_file(comm, num_bytes)
+    # On all ranks or on none, so none is left waiting.
     if memory is None:
         raise ValueError(
             f"{what} needs {readable_size(num_bytes)} ({num_bytes} bytes) of memory that all ranks "
@@ -562,6 +599,8 @@ def _agree_on_parts(
 def _of_first_replica(call: CollectiveCall, by: Making, own: np.ndarray) -> np.ndarray:
     """Return the part that the first replica has made. **Collective**."""
     if by.extended._replicas is by.extended._collectives:
+        # Here the replicas communicate on the channel of `call`, where a second call inside of the
+        # first would be refused as an overlap.
         return broadcast(call, own)
     with by.extended._replicas.call(call.kind, by.name) as among_replicas:
         part: np.ndarray = broadcast(among_replicas, own)

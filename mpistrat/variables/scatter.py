@@ -95,8 +95,11 @@ class SliceWrite:
         """Return what this replica adds to the slices of all, by `target.aggregation`."""
         values, indices = value.values, value.indices
         if target.aggregation is VariableAggregation.MEAN:
+            # Divided before they are sent: slices are joined and not added up, so there is no sum
+            # to divide.
             values = values / values.dtype.type(call.channel.size)
         if target.aggregation is VariableAggregation.ONLY_FIRST_REPLICA and call.channel.rank:
+            # The other replicas send no rows, but they take part: the exchange needs all ranks.
             values, indices = values[:0], indices[:0]
         return IndexedSlices(values, indices)
 
@@ -118,6 +121,8 @@ class SliceWrite:
         leading = storage.ndim - values.ndim + 1
         flat = storage.reshape(math.prod(storage.shape[:leading]), *storage.shape[leading:])
         for start, end in zip([0, *ends], ends, strict=False):
+            # NumPy keeps only one of several results that are assigned to one row, hence the
+            # rounds.
             at = rows[start:end]
             flat[at] = self.combine(flat[at], values[start:end])
 
@@ -167,6 +172,7 @@ def _flat_rows(indices: np.ndarray, leading_shape: tuple[int, ...]) -> np.ndarra
     """Return the row numbers in the array whose leading axes are flattened into one."""
     *batch, num_rows = leading_shape
     first = np.arange(math.prod(batch)).reshape(*batch, 1) * num_rows
+    # Widened first: numbers of flattened rows may not fit into the dtype of `indices`.
     return (indices.astype(np.int64) + first).reshape(-1)
 
 

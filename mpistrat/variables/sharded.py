@@ -101,6 +101,8 @@ class ShardedVariable(WrittenTogether):
         """
         placement = self._placement
         if not isinstance(placement, Rows):
+            # A slot that is divided by elements: a row may lie on two ranks, so there is no owner
+            # to ask.
             rows, whole = self._checked_rows(ids), self.value()
             of_whole: Array = whole[namespace_of(whole).asarray(rows)]
             return of_whole
@@ -159,6 +161,8 @@ class ShardedVariable(WrittenTogether):
         numbers, first = rows
         with self._ranks.call("read of sharded variable", self.name) as call:
             if isinstance(numbers, IndexError):
+                # Inside of the call: raised before it, the other ranks would wait for this one's
+                # rows.
                 raise numbers
             call.agree()
             found = fetch_rows(call, placement.partition, self._storage, numbers)
@@ -187,6 +191,7 @@ class ShardedVariable(WrittenTogether):
 
     def _write_locally(self, write: Write, value: Any) -> None:
         """Write in update context: a value of this rank's rows, or of all of them."""
+        # If one rank holds all rows, both shapes are equal, and both readings mean the same.
         is_part = isinstance(write, DenseWrite) and np.shape(value) == self._storage.shape
         target = self._target_of_part if is_part else self._target
         checked = write.checked(target, value)
@@ -216,6 +221,7 @@ def rows_named_by(index: Any, num_rows: int) -> tuple[Any, Any] | None:
     if isinstance(index, slice):
         numbers = range(num_rows)[index]
         return np.arange(numbers.start, numbers.stop, numbers.step), slice(None)
+    # A bool is no row number: NumPy takes it as a mask without axes.
     if index is None or index is Ellipsis or isinstance(index, bool | np.bool_ | tuple):
         return None
     array = host_view(index)

@@ -335,6 +335,7 @@ class Variable(NDArrayOperatorsMixin):
     def read_value(self) -> Array:
         """Return a snapshot of `value()`, on the device. Collective where that is."""
         value = self.value()
+        # A value without a base is new memory already, such as the sum of SyncOnRead components.
         return value.copy() if value.base is not None else value
 
     def numpy(self) -> npt.NDArray[Any]:
@@ -417,6 +418,7 @@ class Variable(NDArrayOperatorsMixin):
         """Set the variable from what a checkpoint has stored. **Local**, on every rank alike."""
         target = self._target
         if self._split_axis is not None:
+            # Files hold the whole, so that a different number of ranks can restore it.
             target = dataclasses.replace(target, shape=self.full_shape)
         value = self._own_part(ASSIGN.checked(target, array))
         self._placement.load_all(self._component, value)
@@ -448,6 +450,8 @@ class Variable(NDArrayOperatorsMixin):
     def _zeros(self, name: str, dtype: np.dtype) -> Variable:
         """Return a new variable of zeros that lies as this one does. **Collective** where it is."""
         zeros = InitialValue.zeros(self.full_shape, dtype, self._num_parts, self._split_axis)
+        # A sharded variable may have a single part, which one rank stores. Its slots belong to the
+        # same rank, not to all.
         zeros.is_always_cut = self._is_sharded
         return Variable(zeros, trainable=False, name=name)
 
@@ -597,6 +601,8 @@ class Variable(NDArrayOperatorsMixin):
         """Return the numbers that `lookup` takes as an array of int64."""
         rows = host_view(ids) if hasattr(ids, "dtype") else np.asarray(ids)
         what = f"lookup of variable {self.name!r}"
+        # NumPy makes an empty list float64, but it names no rows, which is allowed. Only an array
+        # states its dtype.
         if rows.dtype.kind not in "iu" and (rows.size or hasattr(ids, "dtype")):
             raise TypeError(f"{what} takes integers, not an array of dtype {rows.dtype}.")
         span = span_outside(rows, len(self))
@@ -621,6 +627,7 @@ class Variable(NDArrayOperatorsMixin):
         value = host_result(self.value())
         if copy:
             return np.array(value, dtype=dtype)
+        # NumPy 2 passes copy=False for numpy.asarray(..., copy=False), and expects this error.
         if copy is False and dtype is not None and np.dtype(dtype) != value.dtype:
             raise ValueError(
                 f"The variable {self.name!r} of dtype {value.dtype} cannot become {dtype} "
@@ -638,6 +645,8 @@ class Variable(NDArrayOperatorsMixin):
 
     @ForNumPy
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        # `ufunc.at` writes to its first input. A write past `assign` would reach one replica only,
+        # and the replicas would drift apart.
         outputs = inputs[:1] if method == "at" else kwargs.get("out", ())
         if any(isinstance(out, Variable) for out in outputs):
             raise TypeError(

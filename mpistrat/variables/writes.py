@@ -56,6 +56,7 @@ def numeric(name: str, value: Any, dtype: Any) -> np.ndarray:
             f"The variable {name!r} cannot hold a value of dtype {array.dtype}: "
             "give an array of bools, integers, floats or complex numbers."
         )
+    # A file may hold the other byte order, which MPI's datatypes and the compiled code do not have.
     return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
@@ -86,6 +87,7 @@ def _as_given(what: str, value: Any) -> tuple[Array, bool]:
 
 def _exact(value: Any, array: np.ndarray) -> np.ndarray:
     """Return Python integers that NumPy has made floats, because they need 64 bits, as uint64."""
+    # 2**64 is included, because 2**64 - 1 becomes 2**64 as a float64.
     if array.dtype.kind != "f" or not array.size or not 2**63 <= array.max() <= 2**64:
         return array
     exact = np.asarray(value, object)
@@ -233,6 +235,7 @@ class DenseWrite:
         if target.shape == () and _NUMBERS.get(type(value)) == target.dtype.char:
             # What counters and sums of metrics take, many times in a step.
             number = np.asarray(value)
+            # An integer beyond 63 bits gets a different dtype, and the checks below decide.
             if number.dtype == target.dtype and target.device.kind == "cpu":
                 return number
         what = f"{self.how} of variable {target.name!r}"
