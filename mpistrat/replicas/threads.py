@@ -111,7 +111,9 @@ class ReplicaThread:
         self._call: ReplicaCall | None = None
         self._thread = threading.Thread(
             # A daemon: a thread that is parked must not keep the interpreter from exiting.
-            target=self._work, name=f"mpistrat-replica-{number}", daemon=True
+            target=self._work,
+            name=f"mpistrat-replica-{number}",
+            daemon=True,
         )
         self._thread.start()
 
