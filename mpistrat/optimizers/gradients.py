@@ -306,7 +306,7 @@ def settled_beside(
 ) -> list[Any]:
     """Return the gradients in C order on the devices of their variables, or coalesced."""
     # Copies are made of those that lie in `written`, spans of memory that the step changes.
-    spans = sorted(written)
+    spans = _joined_spans(written)
     settled: list[Any] = []
     for gradient, variable in pairs:
         if type(gradient) is np.ndarray and type(variable._storage) is np.ndarray:
@@ -327,8 +327,20 @@ def _unshared(array: Array, spans: Sequence[tuple[int, int]]) -> Array:
     return array
 
 
+def _joined_spans(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return `spans` in order, with those that overlap as one."""
+    joined: list[tuple[int, int]] = []
+    for begin, end in sorted(spans):
+        # A variable that ranks update in parts is there as a whole and with its part.
+        if joined and begin < joined[-1][1]:
+            joined[-1] = joined[-1][0], max(joined[-1][1], end)
+        else:
+            joined.append((begin, end))
+    return joined
+
+
 def _lies_in(array: Array, spans: Sequence[tuple[int, int]]) -> bool:
-    """Return whether the C-ordered `array` shares memory with one of the sorted `spans`."""
+    """Return whether the C-ordered `array` shares memory with `spans`, in order and apart."""
     begin = address_of(array)
     last = bisect.bisect_left(spans, (begin + array.nbytes,)) - 1
     return last >= 0 and spans[last][1] > begin

@@ -354,3 +354,22 @@ def test_parameters_set_between_steps_that_are_repeated_alike(replicated):
             results.append([as_bytes(each.numpy()) for each in variables.values()])
             replicated.extended.assert_replicas_agree(list(variables.values()))
     assert results[:4] == results[4:]
+
+
+def test_gradients_in_memory_that_the_step_changes(strategy):
+    # The last quarter of a variable is beyond the part that a middle rank updates of it.
+    numbers = np.arange(2**20, dtype=np.float32) % 1000
+    with strategy.scope():
+        first, second = ms.Variable(numbers), ms.Variable(np.zeros(2**18, np.float32))
+        momentum = SGD(1.0, momentum=0.5, sharded_slots=True)
+
+    def step():
+        view = first.storage[-(2**18) :]
+        momentum.apply_gradients([(np.ones(2**20, np.float32), first), (view, second)])
+
+    size, expected, velocity = strategy.num_replicas_in_sync, 0.0, 0.0
+    for _ in range(3):  # in the first one, slots are made
+        velocity = 0.5 * velocity - size * np.asarray(first.numpy())[-(2**18) :]
+        expected = expected + velocity
+        strategy.run(step)
+        assert array_equal(second.numpy(), expected)
