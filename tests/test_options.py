@@ -2,7 +2,7 @@ import pytest
 
 import mpistrat as ms
 from mpistrat.arrays import Device
-from mpistrat.strategies.reductions import Place, parse_place
+from mpistrat.strategies.destinations import Place, parse_place
 
 
 @pytest.mark.parametrize("text", ["SUM", "sum", "Sum"])

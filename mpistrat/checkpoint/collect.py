@@ -16,7 +16,7 @@ import numpy as np
 from mpistrat.arrays import Array, host_view
 from mpistrat.checkpoint.deferred import check_nothing_waits
 from mpistrat.checkpoint.digests import digest_of_text
-from mpistrat.checkpoint.drift import drifted_variables, mirrored_digests, tensor_digests
+from mpistrat.checkpoint.drift_at_save import drifted_variables, mirrored_digests, tensor_digests
 from mpistrat.checkpoint.format import Header, is_storable
 from mpistrat.checkpoint.json_marks import marked
 from mpistrat.checkpoint.object_graph import Tree, split_object, walk

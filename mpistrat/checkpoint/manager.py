@@ -14,7 +14,7 @@ from typing import Any
 from mpistrat.arguments import as_bool, as_integer
 from mpistrat.checkpoint.async_save import BackgroundSaver
 from mpistrat.checkpoint.checkpoint import Checkpoint, save
-from mpistrat.checkpoint.drift import check_drift_option
+from mpistrat.checkpoint.drift_at_save import check_drift_option
 from mpistrat.checkpoint.object_graph import Tree, walk
 from mpistrat.checkpoint.ownership import writes_here
 from mpistrat.checkpoint.ranks import checked_path, collectives_for

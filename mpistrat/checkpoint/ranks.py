@@ -12,7 +12,7 @@ from typing import Any
 from mpistrat import context
 from mpistrat.arguments import as_bool
 from mpistrat.arrays import Device
-from mpistrat.checkpoint.drift import check_drift_option
+from mpistrat.checkpoint.drift_at_save import check_drift_option
 from mpistrat.checkpoint.object_graph import Tree
 from mpistrat.checkpoint.replica_state import PerReplicaState
 from mpistrat.checkpoint.torch_hook import world_strategy

@@ -30,7 +30,7 @@ from mpistrat.system.text import text_of
 from mpistrat.values import localize
 
 if TYPE_CHECKING:
-    from mpistrat.parameter_server.extended import ServerExtended
+    from mpistrat.parameter_server.server_extended import ServerExtended
 
 _DONE, _FAILED = 0, 1
 """The kinds of an outcome."""

@@ -13,7 +13,7 @@ from mpistrat.coordinator.functions import FunctionName, split_body
 from mpistrat.system.text import array_type, brief, small_values
 
 if TYPE_CHECKING:
-    from mpistrat.parameter_server.extended import ServerExtended
+    from mpistrat.parameter_server.server_extended import ServerExtended
 
 _MAX_CHARACTERS = 400
 

@@ -26,7 +26,7 @@ from mpistrat.system.text import text_of
 
 if TYPE_CHECKING:
     from mpistrat.comm.messages import Message
-    from mpistrat.parameter_server.extended import ServerExtended
+    from mpistrat.parameter_server.server_extended import ServerExtended
 
 _logger = logging.getLogger("mpistrat")
 

@@ -12,7 +12,7 @@ from mpistrat.errors import ClosureInputError, ContextError, OutOfRangeError
 from mpistrat.values import localize
 
 if TYPE_CHECKING:
-    from mpistrat.parameter_server.extended import ServerExtended
+    from mpistrat.parameter_server.server_extended import ServerExtended
 
 
 class PerWorkerValues(Travels):

@@ -13,11 +13,11 @@ from mpistrat.coordinator.per_worker import WorkerData
 from mpistrat.errors import CollectiveError
 from mpistrat.failures import losses
 from mpistrat.parameter_server.client import Lane
-from mpistrat.parameter_server.extended import load_roles_by
+from mpistrat.parameter_server.server_extended import load_roles_by
 
 if TYPE_CHECKING:
     from mpistrat.comm.messages import Message
-    from mpistrat.parameter_server.extended import ServerExtended
+    from mpistrat.parameter_server.server_extended import ServerExtended
 
 _CLOSE, _END, _FAIL = 1, 2, 3
 """What the chief says on the control lane: finish; all have finished; the chief has failed."""

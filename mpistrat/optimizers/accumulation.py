@@ -32,7 +32,7 @@ from mpistrat.trackable import Trackable
 from mpistrat.values import IndexedSlices
 from mpistrat.variables import Variable
 from mpistrat.variables.initial import InitialValue
-from mpistrat.variables.scatter import SCATTER_ADD
+from mpistrat.variables.slice_writes import SCATTER_ADD
 
 
 @dataclass

@@ -24,7 +24,7 @@ from mpistrat.options import ReduceOp
 from mpistrat.user_warnings import empty_parts
 from mpistrat.values import DistributedValues, IndexedSlices, PerReplica
 from mpistrat.variables import SyncOnReadVariable, Variable, can_cast
-from mpistrat.variables.scatter import split_into_rounds
+from mpistrat.variables.slice_writes import split_into_rounds
 
 
 def listed(values: Any) -> Any:

@@ -16,7 +16,7 @@ import numpy as np
 
 from mpistrat.comm.wire import named_dtype
 from mpistrat.values import IndexedSlices
-from mpistrat.variables.scatter import SLICE_WRITES, SliceWrite
+from mpistrat.variables.slice_writes import SLICE_WRITES, SliceWrite
 from mpistrat.variables.writes import ASSIGN, ASSIGN_ADD, ASSIGN_SUB, Write
 
 if TYPE_CHECKING:

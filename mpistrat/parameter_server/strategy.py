@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from mpistrat.arguments import as_integer
 from mpistrat.errors import LaunchError
 from mpistrat.mpi.world import World
-from mpistrat.parameter_server.extended import ServerExtended
+from mpistrat.parameter_server.server_extended import ServerExtended
 from mpistrat.strategies.cluster_resolver import ClusterResolver
 from mpistrat.strategies.mpi import MPIStrategy
 

@@ -33,15 +33,15 @@ from mpistrat.options import (
 from mpistrat.replica import ReplicaContext
 from mpistrat.replicas.arithmetic import compare_arithmetic
 from mpistrat.replicas.replica_set import OneReplica, Replicas, ReplicaSet
-from mpistrat.strategies.extended_v1 import ExtendedV1
-from mpistrat.strategies.groups import RankGroups
-from mpistrat.strategies.reductions import (
+from mpistrat.strategies.destinations import (
     Destination,
     local_components,
     reduce_pairs,
     reduce_to_host,
     with_whole_values,
 )
+from mpistrat.strategies.extended_v1 import ExtendedV1
+from mpistrat.strategies.groups import RankGroups
 from mpistrat.system.callsite import failure_site
 from mpistrat.tracing.spans import span
 from mpistrat.values import (

@@ -17,7 +17,7 @@ from mpistrat.collectives.operations.broadcast import broadcast
 from mpistrat.context import call_in_update_context
 from mpistrat.errors import ContextError, OutOfRangeError, warn_deprecated
 from mpistrat.options import ReduceOpLike
-from mpistrat.strategies.reductions import Destination, parse_destination
+from mpistrat.strategies.destinations import Destination, parse_destination
 from mpistrat.values import Mirrored, PerReplica, unwrap_mirrored
 from mpistrat.variables import Variable
 

@@ -24,8 +24,8 @@ from mpistrat.options import (
 )
 from mpistrat.replica import ReplicaContext, ShardGroup
 from mpistrat.strategies.cluster_resolver import ClusterResolver
+from mpistrat.strategies.destinations import parse_place
 from mpistrat.strategies.extended import StrategyExtended
-from mpistrat.strategies.reductions import parse_place
 from mpistrat.strategies.strategy import Strategy
 from mpistrat.user_warnings.once import warn_once
 from mpistrat.values import PerReplica, unwrap_mirrored

@@ -29,9 +29,9 @@ from mpistrat.options import (
 )
 from mpistrat.pytorch import is_tensor
 from mpistrat.strategies.cluster_resolver import ClusterResolver
+from mpistrat.strategies.destinations import warn_of_empty_parts
 from mpistrat.strategies.extended import StrategyExtended
 from mpistrat.strategies.extended_v1 import InputIterator
-from mpistrat.strategies.reductions import warn_of_empty_parts
 from mpistrat.strategies.replica_arguments import explained_call
 from mpistrat.system.hints import Hinted
 from mpistrat.user_warnings import empty_parts, whole_batches

@@ -29,7 +29,7 @@ from mpistrat.variables.exchange import (
     send_rows,
 )
 from mpistrat.variables.initial import InitialValue
-from mpistrat.variables.scatter import SliceWrite
+from mpistrat.variables.slice_writes import SliceWrite
 from mpistrat.variables.writes import Target, Write
 
 BYTES_PER_PIECE = 2**22

@@ -33,7 +33,7 @@ from mpistrat.values import DistributedValues, IndexedSlices, register_storage
 from mpistrat.variables.initial import InitialValue
 from mpistrat.variables.names import default_name, note_given_name
 from mpistrat.variables.placement import Making, Whole, read_only
-from mpistrat.variables.scatter import (
+from mpistrat.variables.slice_writes import (
     BATCH_SCATTER_UPDATE,
     SCATTER_ADD,
     SCATTER_DIV,

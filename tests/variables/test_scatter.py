@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mpistrat as ms
-from mpistrat.variables.scatter import split_into_rounds
+from mpistrat.variables.slice_writes import split_into_rounds
 from tests.devices import assert_allclose, assert_array_equal
 from tests.helpers import triangle
 
