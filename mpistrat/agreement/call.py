@@ -176,7 +176,7 @@ class Call:
             # Nobody has compared the calls, but the others wait for data from here on all the same.
             self.is_moving = True
             return
-        # A call may consist of several collectives, each with an entry of its own.
+        # A call may consist of several collectives, each with its own entry.
         if self._entry is not None:
             self.end(self._entry, _DONE)
         flight = channel.flight
@@ -277,7 +277,7 @@ class Call:
             if self._end_mark is not None:
                 self._end_mark()
             channel = self.channel
-            # Before the overlap is reported: that is a collective of its own, and enters the
+            # Before the overlap is reported: that is itself a collective, and enters the
             # channel again.
             channel.inside = None
             channel.lock.release()

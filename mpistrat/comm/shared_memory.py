@@ -136,7 +136,7 @@ class StepSequence:
 
     def check(self) -> None:
         """Raise where a wait has ended because ranks leave."""
-        # A wait that ends because a different rank has left sets the flag of its own line too.
+        # A wait that ends because a different rank has left sets the flag in its line too.
         if self._has_left.value:
             raise WaitLeft
 

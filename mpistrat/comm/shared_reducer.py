@@ -129,7 +129,7 @@ class SharedMemoryReducer:
 
     def start_all_reduce(self, op: ReduceOp, message: Message) -> Callable[[], object]:
         """Have a thread reduce each array of `message`; return the function that waits for it."""
-        # In a sequence of its own: the main thread may reduce at the same time, and a sequence
+        # With its own sequence: the main thread may reduce at the same time, and a sequence
         # counts the steps of one series of collectives.
         end = self._background.submit(lambda: self._reduce(self._memory.background, op, message))
 

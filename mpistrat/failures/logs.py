@@ -291,7 +291,7 @@ class LineMerger:
         """Add a line, to be printed when it is due."""
         # A group holds its channel, so the id is not used for a different one meanwhile.
         same = self._open.setdefault((id(line.channel), line.text), [])
-        # A second equal line of one rank is a repetition, and belongs to a group of its own.
+        # A second equal line of one rank is a repetition, and belongs to its own group.
         group = next((each for each in same if line.rank not in each.ranks), None)
         if group is None:
             group = _Group(line, self._clock() + WINDOW_S)

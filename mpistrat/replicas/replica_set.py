@@ -190,7 +190,7 @@ class ReplicaSet:
 
     def run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
         """Return what `functions`, one for each replica of this rank, return."""
-        # The common work of a run, such as a merge function, may start a run of its own. The
+        # The common work of a run, such as a merge function, may start another run. The
         # threads of the outer one are parked in it, so it needs others.
         threads = next((each for each in self._threads if not each.is_busy), None)
         if threads is None:
