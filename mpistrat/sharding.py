@@ -8,9 +8,19 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
+
+
+class Box(NamedTuple):
+    """A part of an array: a range along each axis."""
+
+    shape: tuple[int, ...]
+    """Of the whole array."""
+    offsets: tuple[int, ...]
+    """Where the part begins, along each axis."""
+    sizes: tuple[int, ...]
 
 
 def ceil_div(dividend: int, divisor: int) -> int:

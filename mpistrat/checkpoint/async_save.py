@@ -10,26 +10,71 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from mpistrat.arrays import Array
-from mpistrat.checkpoint.collect import StateCollector
+from mpistrat.arrays import Array, pieces
 from mpistrat.checkpoint.format import VARIABLES, Header
 from mpistrat.checkpoint.ownership import Writers
-from mpistrat.checkpoint.raw_io import SharedCopies, copy_to_host
+from mpistrat.checkpoint.plan import SavePlan
+from mpistrat.checkpoint.raw_io import (
+    BYTES_PER_PIECE,
+    BYTES_WORTH_A_THREAD,
+    MOST_THREADS,
+    pieces_on_host,
+)
 from mpistrat.checkpoint.reader import open_checkpoint
-from mpistrat.checkpoint.write import RootWork
+from mpistrat.checkpoint.write import FirstError
 from mpistrat.checkpoint.writer import BufferLifetime, Item, create_checkpoint
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.errors import CheckpointError
 from mpistrat.mpi.world import failed_world_ranks, started_world
+from mpistrat.native import native_library
+from mpistrat.system.cpu import num_cores
 from mpistrat.system.exit_hooks import Phase, at, hold_while
 from mpistrat.system.files import hidden_beside, remove_leftovers
 from mpistrat.system.threads import Background
 from mpistrat.system.units import on_undo
 from mpistrat.tracing.spans import spanned
 from mpistrat.trackable import Trackable
+
+
+def copy_to_host(target: np.ndarray, source: Array) -> None:
+    """Write `source` to `target`, a host array in C order of its shape and dtype."""
+    for into, piece in zip(pieces(target, BYTES_PER_PIECE), pieces_on_host(source), strict=True):
+        np.copyto(into, piece)
+
+
+class SharedCopies:
+    """Copies of arrays that other threads help with, complete after `finish`."""
+
+    def __init__(self) -> None:
+        self._library = native_library()
+        self._num_helpers = min(num_cores(), MOST_THREADS) - 1
+        self._begun: list[Any] = []
+
+    def begin(self, target: np.ndarray, source: Array) -> None:
+        """Begin to write `source`, which must stay as it is, to `target`, as `copy_to_host`."""
+        is_plain = type(source) is np.ndarray and source.flags.carray and target.flags.carray
+        is_large = source.nbytes >= BYTES_WORTH_A_THREAD
+        if self._library is None or not is_plain or not is_large or not self._num_helpers:
+            copy_to_host(target, source)
+            return
+        # `begin_copy` copies rows that begin at byte offsets; here the whole array is one row, at
+        # 0.
+        row = target.reshape(1, -1)
+        copy = self._library.begin_copy(source, _AT_BEGIN, None, row, self._num_helpers)
+        self._begun.append(copy)
+
+    def finish(self) -> None:
+        """Do what is left, and wait for the other threads."""
+        for copy in reversed(self._begun):  # the others began with the first
+            self._library.end_copy(copy)
+        self._begun = []
+
+
+_AT_BEGIN = np.zeros(1, np.int64)
 
 
 class Snapshot:
@@ -149,17 +194,19 @@ class BackgroundSaver:
     ) -> None:
         """Copy the state below `root`, begin to write it, and `then` call that in the thread."""
         began_s = time.perf_counter()
-        gathering = StateCollector(root, _WHAT, path, drift=drift)
-        collectives = gathering.collectives
+        plan = SavePlan(root, _WHAT, path, drift=drift)
+        collectives = plan.collectives
         world_ranks = tuple(collectives.channel.transport.world_ranks)
         pending = _Pending(path, step, created_s, then, world_ranks)
-        if not gathering.writes_here:
+        if not plan.writes_here:
             self._pending = pending
             return
-        work = RootWork(collectives)
-        work.attempt(self._snapshot.clear)
-        work.attempt_each(self._snapshot.add, gathering.items())
-        work.attempt(self._snapshot.finish)
+        work = FirstError(collectives.rank == 0)
+        work.run(self._snapshot.clear)
+        for item in plan.items():
+            work.run(self._snapshot.add, item)
+            del item  # or the next would come while this one is there
+        work.run(self._snapshot.finish)
         # When it ends, the copy on rank 0 is complete, and the program may change the variables
         # again.
         with collectives.common_outcome(_WHAT, path):
@@ -172,10 +219,10 @@ class BackgroundSaver:
             if collectives.is_elastic:
                 _unended.add(self)
             return
-        snapshot, header = self._snapshot, gathering.header(step, created_s)
+        snapshot, header = self._snapshot, plan.header(step, created_s)
 
         def write() -> None:
-            snapshot.write(path, header, gathering.writers)
+            snapshot.write(path, header, plan.writers)
             then()
             _logger.info("Checkpoint %s written in %.2f s", path, time.perf_counter() - began_s)
 
@@ -248,7 +295,7 @@ class BackgroundSaver:
         return True
 
 
-def _check_copied(work: RootWork) -> None:
+def _check_copied(work: FirstError) -> None:
     try:
         work.check()
     except MemoryError as error:

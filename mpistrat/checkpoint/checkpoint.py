@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from mpistrat.checkpoint.collect import StateCollector
 from mpistrat.checkpoint.object_graph import check_can_hold_state, walk
+from mpistrat.checkpoint.plan import SavePlan
 from mpistrat.checkpoint.ranks import collectives_for
 from mpistrat.checkpoint.restore import RestoreStatus, restore
-from mpistrat.checkpoint.write import ParallelWriting, ShardedWriting, file_of_root
+from mpistrat.checkpoint.write import file_of_root, write_together
 from mpistrat.system.migration import hint_for
 from mpistrat.system.text import brief, html_table
 from mpistrat.tracing.spans import spanned
@@ -41,22 +41,20 @@ def save(
     `overwrite` None the name is one that only a `CheckpointManager` gives.
     """
     began_s = time.perf_counter()
-    gathering = StateCollector(root, _WHAT, path, parallel, True, drift, overwrite)
-    collectives, target = gathering.collectives, gathering.path
-    if not gathering.writes_here:
+    plan = SavePlan(root, _WHAT, path, parallel, True, drift, overwrite)
+    collectives, target = plan.collectives, plan.path
+    if not plan.writes_here:
         return target
-    with file_of_root(gathering, _WHAT, gathering.header(step, created_s)) as file:
-        sharded = ShardedWriting(file, target)
-        items = sharded.others(gathering.items())
-        if parallel:
-            writing = ParallelWriting(file, target)
-            writing.take(items)
-            writing.write(collectives, _WHAT)
-        else:
-            file.write_each(items)
-        # After the other items, because `others` collects the sharded tensors while these are
-        # drawn.
-        sharded.write(collectives, _WHAT)
+    header = plan.header(step, created_s)
+    with file_of_root(collectives, _WHAT, target, header, plan.writers) as file:
+        shared = []
+        for item in plan.items():
+            if item.is_shared:
+                shared.append(item)
+            else:
+                file.write(item)
+            del item  # or the next would come while this one is there
+        write_together(file, collectives, _WHAT, target, shared)
     if collectives.rank == 0:
         _logger.info("Checkpoint %s written in %.2f s", target, time.perf_counter() - began_s)
     return target

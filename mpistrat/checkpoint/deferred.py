@@ -15,9 +15,10 @@ import numpy as np
 from mpistrat.checkpoint.object_graph import PlacedSlot, Tree, slot_paths, split_object, walk
 from mpistrat.checkpoint.replica_state import Kept, PerReplicaState, assign_replicas, load_kept
 from mpistrat.checkpoint.state_json import join_state
-from mpistrat.checkpoint.torch_hook import Box, LoadedShard, TensorState
+from mpistrat.checkpoint.torch_hook import LoadedShard, TensorState
 from mpistrat.errors import CheckpointError, CheckpointMismatchError
 from mpistrat.layout import Layout
+from mpistrat.sharding import Box
 from mpistrat.system.units import on_undo
 from mpistrat.trackable import Dependent, Trackable
 from mpistrat.variables import Variable

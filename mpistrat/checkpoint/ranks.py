@@ -1,12 +1,8 @@
-"""Ranks of a save or restore: their strategy, their path, the division of their work."""
+"""Ranks of a save or restore: their strategy and their path."""
 
 from __future__ import annotations
 
-import heapq
 import os
-import socket
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from mpistrat import context
@@ -20,7 +16,6 @@ from mpistrat.collectives.collectives import Collectives
 from mpistrat.errors import CheckpointError, ContextError
 from mpistrat.mpi.launcher import is_one_of_several
 from mpistrat.mpi.world import is_started, started_world
-from mpistrat.system.cpu import cores_of_mask, mask_of_cores, own_cores
 
 
 def agree_on_path(
@@ -48,63 +43,6 @@ def checked_path(what: str, path: str | os.PathLike[str]) -> str:
     if not name or "\0" in name:
         raise ValueError(f"{what} needs a path, but {name!r} is none.")
     return name
-
-
-Worker = tuple[str, int]
-"""A rank that reads or writes: the name of its host, and the mask of the cores it may use."""
-
-
-def this_worker() -> Worker:
-    """Return this rank as a worker."""
-    return socket.gethostname(), mask_of_cores(own_cores())
-
-
-@dataclass(frozen=True)
-class WorkDivision:
-    """Which rank reads or writes which large variables, and this rank's own part."""
-
-    owners: Mapping[str, int]
-    """The rank of each variable."""
-    own: Sequence[str]
-    """The variables of this rank."""
-    num_threads: int
-    """How many threads have a core here, 0 where this rank does not take part."""
-
-
-def divide_work(
-    sizes: Mapping[str, int], workers: Sequence[Worker | None], rank: int
-) -> WorkDivision:
-    """Divide variables of these `sizes` in bytes among the ranks that are `workers`.
-
-    Without `sizes` there may be no worker.
-    """
-    owners = share_out(sizes, [each for each, worker in enumerate(workers) if worker])
-    own = workers[rank]
-    num_threads = 0
-    if own is not None:
-        host, cores = own
-        beside = [worker[1] for worker in workers if worker and worker[0] == host]
-        num_threads = _num_threads(cores, beside)
-    return WorkDivision(owners, [name for name in owners if owners[name] == rank], num_threads)
-
-
-def share_out(sizes: Mapping[str, int], ranks: Sequence[int]) -> dict[str, int]:
-    """Return which of `ranks` has each variable, so that each has about as many bytes."""
-    loads = [(0, rank) for rank in ranks]
-    owners = {}
-    # The largest first, each to the rank with the fewest bytes so far. Equal sizes go by name, so
-    # every rank that computes the division comes to the same one.
-    for name in sorted(sizes, key=lambda each: (-sizes[each], each)):
-        load, rank = heapq.heappop(loads)
-        owners[name] = rank
-        heapq.heappush(loads, (load + sizes[name], rank))
-    return owners
-
-
-def _num_threads(own: int, masks: Sequence[int]) -> int:
-    """Return this rank's part of the cores that it may use, where others may use them too."""
-    # A core that three ranks may use counts as a third of a core for each.
-    return round(sum(1 / sum(m >> core & 1 for m in masks) for core in cores_of_mask(own)))
 
 
 def collectives_for(tree: Tree, what: str) -> Collectives:

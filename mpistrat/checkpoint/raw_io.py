@@ -1,26 +1,39 @@
-"""Raw reads and writes of large arrays where they lie in an HDF5 file, with checksums.
+"""Raw reads and writes of large arrays and parts of them in an HDF5 file, with checksums.
 
-The library serves one thread at a time. A program that trains reads its data while a checkpoint
-is written beside it, so the bytes of large arrays take the file's own descriptor.
+The HDF5 library serves one thread at a time, and a program that trains reads its data while a
+checkpoint is written. So large arrays are read and written through the file's own descriptor, by
+several threads and ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import heapq
 import itertools
 import math
+import operator
 import os
+import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from mpistrat.arrays import Array, host_view, pieces
-from mpistrat.checkpoint.digests import ArrayDigest, hasher_like
-from mpistrat.native import native_library
-from mpistrat.system.cpu import num_cores
+from mpistrat.arrays import Array, host_view, is_on_host, pieces
+from mpistrat.checkpoint.digests import (
+    PAGE_BYTES,
+    ArrayDigest,
+    digest_of_page_digests,
+    hasher_like,
+    page_digests_of,
+)
+from mpistrat.sharding import Box, ceil_div, cut, part_lengths
+from mpistrat.system.cpu import cores_of_mask, mask_of_cores, num_cores, own_cores
 from mpistrat.system.threads import Background
 
 BYTES_PER_PIECE = 2**21
@@ -36,76 +49,10 @@ def pieces_on_host(array: Array) -> Iterator[np.ndarray]:
         yield host_view(piece)
 
 
-def copy_to_host(target: np.ndarray, source: Array) -> None:
-    """Write `source` to `target`, a host array in C order of its shape and dtype."""
-    for into, piece in zip(pieces(target, BYTES_PER_PIECE), pieces_on_host(source), strict=True):
-        np.copyto(into, piece)
-
-
-class SharedCopies:
-    """Copies of arrays that other threads help with, complete after `finish`."""
-
-    def __init__(self) -> None:
-        self._library = native_library()
-        self._num_helpers = min(num_cores(), _MOST_THREADS) - 1
-        self._begun: list[Any] = []
-
-    def begin(self, target: np.ndarray, source: Array) -> None:
-        """Begin to write `source`, which must stay as it is, to `target`, as `copy_to_host`."""
-        is_plain = type(source) is np.ndarray and source.flags.carray and target.flags.carray
-        is_large = source.nbytes >= BYTES_WORTH_A_THREAD
-        if self._library is None or not is_plain or not is_large or not self._num_helpers:
-            copy_to_host(target, source)
-            return
-        # `begin_copy` copies rows that begin at byte offsets; here the whole array is one row, at
-        # 0.
-        row = target.reshape(1, -1)
-        copy = self._library.begin_copy(source, _AT_BEGIN, None, row, self._num_helpers)
-        self._begun.append(copy)
-
-    def finish(self) -> None:
-        """Do what is left, and wait for the other threads."""
-        for copy in reversed(self._begun):  # the others began with the first
-            self._library.end_copy(copy)
-        self._begun = []
-
-
-_AT_BEGIN = np.zeros(1, np.int64)
-
-_BYTES = 2**22
-"""Of one piece: small enough to stay in the cache of a processor until it is hashed."""
-_BYTES_OF_CHUNKS = 2**26
-"""Of one piece where chunks are larger."""
-
-
-def selections(
-    shape: tuple[int, ...], item_bytes: int, chunks: Sequence[int] | None = None
-) -> Iterator[tuple[int | slice, ...]]:
-    """Yield selections that cover an array of `shape`, each contiguous in C order.
-
-    They end where `chunks` end, as far as memory allows: part of a chunk costs as much as all.
-    """
-    if not shape:
-        yield ()
-        return
-    if 0 in shape:
-        return
-    row_bytes = [math.prod(shape[axis + 1 :]) * item_bytes for axis in range(len(shape))]
-    # The first axis along which one step fits into a piece: a range along it, with one index for
-    # each axis before it, is contiguous.
-    axis = next(axis for axis, size_bytes in enumerate(row_bytes) if size_bytes <= _BYTES)
-    step = _BYTES // row_bytes[axis]
-    if chunks is not None and chunks[axis] * row_bytes[axis] <= _BYTES_OF_CHUNKS:
-        step = max(step - step % chunks[axis], chunks[axis])
-    for outer in itertools.product(*map(range, shape[:axis])):
-        for start in range(0, shape[axis], step):
-            yield (*outer, slice(start, min(start + step, shape[axis])))
-
-
 BYTES_WORTH_A_THREAD = 2**18
 """The digests of smaller arrays are computed at once."""
 
-_MOST_THREADS = 8
+MOST_THREADS = 8
 """So many are faster than most disks."""
 _BYTES_AT_ONCE = 2**19
 """Small enough to stay in the cache of a core between the digest and the write."""
@@ -149,6 +96,11 @@ class Checksum:
         if not is_view and len(self._waits) > _MAX_BEHIND:
             self._waits.popleft()()
 
+    def update_with(self, array: Array) -> None:
+        """Take in all of `array`, which must not change before `result`. Local."""
+        for piece in pieces_on_host(array):
+            self.update(piece, is_view=is_on_host(array))
+
     def _absorb(self, piece: np.ndarray) -> None:
         for part in pieces(piece, _BYTES_AT_ONCE):
             if self._stop.is_set():
@@ -174,7 +126,7 @@ class ChecksumPool:
     """
 
     def __init__(self, cores: int | None = None) -> None:
-        num_threads = max(2, min(num_cores() if cores is None else cores, _MOST_THREADS))
+        num_threads = max(2, min(num_cores() if cores is None else cores, MOST_THREADS))
         self._threads = [Background("mpistrat-digest") for _ in range(num_threads)]
         self._count = 0
         self._stop = threading.Event()
@@ -281,17 +233,6 @@ def _is_in_memory(handle: int, offset: int) -> bool:
     return True
 
 
-def digest_in_file(handle: int, offset: int, num_bytes: int, like: str) -> ArrayDigest:
-    """Return the digest of bytes of an open file, of the kind of `like`, in little memory."""
-    hasher = hasher_like(like)
-    memory = np.empty(min(_BYTES_AT_ONCE, num_bytes), np.uint8)
-    for begin in range(0, num_bytes, _BYTES_AT_ONCE):
-        part = memory[: num_bytes - begin]
-        read_at(handle, offset + begin, part)
-        hasher.update(part)
-    return hasher.result()
-
-
 def read_at(handle: int, offset: int, piece: np.ndarray) -> None:
     """Fill `piece` with bytes of an open file, or raise OSError where it ends before."""
     left = memoryview(piece.reshape(-1).view(np.uint8).data)
@@ -300,3 +241,243 @@ def read_at(handle: int, offset: int, piece: np.ndarray) -> None:
         if num_bytes == 0:
             raise OSError(f"the file ends at byte {offset}")
         left, offset = left[num_bytes:], offset + num_bytes
+
+
+class Extent(NamedTuple):
+    """The bytes of a file that hold an array in C order."""
+
+    offset: int
+    num_bytes: int
+    item_bytes: int
+    digest: str = ""
+    """The digest that the file gives, empty while the array is being written."""
+
+
+class Written(NamedTuple):
+    """What is known of an array, or of a part of it, that is in a file."""
+
+    num_items: int
+    parity: int
+    """The exclusive or of all elements, which does not depend on their order."""
+    digest: str = ""
+    pages: str = ""
+    """As `ArrayDigest` has them."""
+    first_page: str = ""
+    """The digest of its first page of memory, if one rank has written all of it."""
+    rest: str = ""
+    """What follows its last whole page of memory, in base 64, if one rank has written the rest."""
+
+
+def _runs(box: Box) -> tuple[int, Iterator[int]]:
+    """Return how many elements of `box` are stored in one piece, and where each run begins.
+
+    The runs are in C order of the box.
+    """
+    shape, axis = box.shape, len(box.shape)
+    while axis and box.sizes[axis - 1] == shape[axis - 1]:
+        axis -= 1
+    inner = max(axis - 1, 0)  # of this axis a part, of those behind it all
+    strides = [math.prod(shape[each + 1 :]) for each in range(len(shape))]
+    first = sum(map(math.prod, zip(box.offsets, strides, strict=True)))
+    steps = [
+        range(0, size * stride, stride)
+        for size, stride in zip(box.sizes[:inner], strides[:inner], strict=True)
+    ]
+    begins = (first + sum(each) for each in itertools.product(*steps))
+    return math.prod(box.sizes[inner:]), begins
+
+
+def write_box(handle: int, extent: Extent, box: Box, values: Any) -> Written:
+    """Write `values`, an array in C order, to where `box` is in the array at `extent`."""
+    flat = values.reshape(-1).view(np.uint8)
+    if not flat.size:
+        return Written(0, 0)
+    length, begins = _runs(box)
+    num_bytes = length * extent.item_bytes
+    # `write_at` asks for a flush of what it has written. For short runs that would cost a system
+    # call each, and flush a page that the next run changes again.
+    write = write_at if num_bytes >= BYTES_WORTH_A_THREAD else _write_run
+    for number, begin in enumerate(begins):
+        run = flat[number * num_bytes : (number + 1) * num_bytes]
+        write(handle, extent.offset + begin * extent.item_bytes, run)
+    return Written(flat.size // extent.item_bytes, _parity(flat, extent.item_bytes))
+
+
+def _write_run(handle: int, offset: int, run: np.ndarray) -> None:
+    left = memoryview(run.data)
+    while left:
+        written = os.pwrite(handle, left, offset)
+        left, offset = left[written:], offset + written
+
+
+def read_box(handle: int, extent: Extent, box: Box, into: Any) -> None:
+    """Fill `into`, an array in C order, with what `write_box` writes."""
+    flat = into.reshape(-1).view(np.uint8)
+    if not flat.size:
+        return
+    length, begins = _runs(box)
+    num_bytes = length * extent.item_bytes
+    for number, begin in enumerate(begins):
+        run = flat[number * num_bytes : (number + 1) * num_bytes]
+        read_at(handle, extent.offset + begin * extent.item_bytes, run)
+
+
+def _parity(data: np.ndarray, item_bytes: int) -> int:
+    words = data.view(f"u{min(item_bytes, 8)}")
+    return int(np.bitwise_xor.reduce(words))
+
+
+def read_through(handle: int, extent: Extent) -> Written:
+    """Read an array in little memory, and return its digest, of the kind that the file gives.
+
+    The parity is for arrays that have just been written: it is 0 if the file gives a digest.
+    """
+    hasher, parity = hasher_like(extent.digest), 0
+    memory = np.empty(min(_BYTES_AT_ONCE, extent.num_bytes), np.uint8)
+    for begin in range(0, extent.num_bytes, _BYTES_AT_ONCE):
+        part = memory[: extent.num_bytes - begin]
+        read_at(handle, extent.offset + begin, part)
+        hasher.update(part)
+        if not extent.digest:
+            parity ^= _parity(part, extent.item_bytes)
+    num_items = extent.num_bytes // extent.item_bytes
+    return Written(num_items, parity, *hasher.result())
+
+
+Name = TypeVar("Name", bound=Hashable)
+
+
+def digests_in_file(
+    handle: int, extents: Mapping[Name, Extent], num_threads: int
+) -> dict[Name, Written]:
+    """Return what `read_through` finds of each array, each read by one thread."""
+    with ThreadPoolExecutor(max(num_threads, 1), "mpistrat-digest") as threads:
+        found = threads.map(functools.partial(read_through, handle), extents.values())
+        return dict(zip(extents, found, strict=True))
+
+
+_PAGES_AT_ONCE = 16
+"""What one thread reads, so that all have something to do."""
+
+
+class PageRun(NamedTuple):
+    """Some pages of one array."""
+
+    name: str
+    start: int
+    stop: int
+
+
+def runs_of_ranks(sizes: Mapping[str, int], num_ranks: int) -> list[list[PageRun]]:
+    """Divide the pages of arrays of these `sizes` in bytes among the ranks, in order."""
+    # An empty array counts as a page: an array in no run would get no digest, and its file would
+    # count as damaged.
+    pages = {name: max(1, ceil_div(size, PAGE_BYTES)) for name, size in sizes.items()}
+    runs: list[list[PageRun]] = []
+    begin = 0  # of a rank's pages among all
+    for length in part_lengths(sum(pages.values()), num_ranks):
+        runs.append(list(_between(pages, begin, begin + length)))
+        begin += length
+    return runs
+
+
+def _between(pages: Mapping[str, int], begin: int, end: int) -> Iterator[PageRun]:
+    first = 0
+    for name, number in pages.items():
+        start, stop = max(begin, first), min(end, first + number)
+        if start < stop:
+            yield PageRun(name, start - first, stop - first)
+        first += number
+
+
+Digested = tuple[str, int, Written]
+"""An array, the number of its first page that was read, and what was found."""
+
+
+def digests_of_runs(
+    handle: int, extents: Mapping[str, Extent], runs: Iterable[PageRun], num_threads: int
+) -> list[Digested]:
+    """Read `runs` of the arrays at `extents` of a file, and return what they are."""
+    parts = {}
+    for name, start, stop in runs:
+        whole = extents[name]
+        for pages in cut(stop - start, _PAGES_AT_ONCE):
+            first, last = (start + each for each in (pages.start, pages.stop))
+            # Parts begin at a multiple of PAGE_BYTES, so `join_runs` gets the digests of the same
+            # pages as if one thread had read the whole array.
+            begin, end = first * PAGE_BYTES, min(last * PAGE_BYTES, whole.num_bytes)
+            parts[name, first] = Extent(whole.offset + begin, end - begin, whole.item_bytes)
+    found = digests_in_file(handle, parts, num_threads)
+    return [(name, first, each) for (name, first), each in found.items()]
+
+
+def join_runs(found: Iterable[Digested]) -> dict[str, Written]:
+    """Return what whole arrays are, from all runs of their pages."""
+    joined = {}
+    ordered = sorted(found, key=operator.itemgetter(0, 1))
+    for name, runs in itertools.groupby(ordered, key=operator.itemgetter(0)):
+        parts = [written for _, _, written in runs]
+        pages = b"".join(page_digests_of(ArrayDigest(each.digest, each.pages)) for each in parts)
+        joined[name] = Written(
+            sum(each.num_items for each in parts),
+            functools.reduce(operator.xor, (each.parity for each in parts)),
+            *digest_of_page_digests(pages),
+        )
+    return joined
+
+
+Worker = tuple[str, int]
+"""A rank that reads or writes: the name of its host, and the mask of the cores it may use."""
+
+
+def this_worker() -> Worker:
+    """Return this rank as a worker."""
+    return socket.gethostname(), mask_of_cores(own_cores())
+
+
+@dataclass(frozen=True)
+class WorkDivision:
+    """Which rank reads or writes which large variables, and this rank's own part."""
+
+    owners: Mapping[str, int]
+    """The rank of each variable."""
+    own: Sequence[str]
+    """The variables of this rank."""
+    num_threads: int
+    """How many threads have a core here, 0 where this rank does not take part."""
+
+
+def divide_work(
+    sizes: Mapping[str, int], workers: Sequence[Worker | None], rank: int
+) -> WorkDivision:
+    """Divide variables of these `sizes` in bytes among the ranks that are `workers`.
+
+    Without `sizes` there may be no worker.
+    """
+    owners = share_out(sizes, [each for each, worker in enumerate(workers) if worker])
+    own = workers[rank]
+    num_threads = 0
+    if own is not None:
+        host, cores = own
+        beside = [worker[1] for worker in workers if worker and worker[0] == host]
+        num_threads = _num_threads(cores, beside)
+    return WorkDivision(owners, [name for name in owners if owners[name] == rank], num_threads)
+
+
+def share_out(sizes: Mapping[str, int], ranks: Sequence[int]) -> dict[str, int]:
+    """Return which of `ranks` has each variable, so that each has about as many bytes."""
+    loads = [(0, rank) for rank in ranks]
+    owners = {}
+    # The largest first, each to the rank with the fewest bytes so far. Equal sizes go by name, so
+    # every rank that computes the division comes to the same one.
+    for name in sorted(sizes, key=lambda each: (-sizes[each], each)):
+        load, rank = heapq.heappop(loads)
+        owners[name] = rank
+        heapq.heappush(loads, (load + sizes[name], rank))
+    return owners
+
+
+def _num_threads(own: int, masks: Sequence[int]) -> int:
+    """Return this rank's part of the cores that it may use, where others may use them too."""
+    # A core that three ranks may use counts as a third of a core for each.
+    return round(sum(1 / sum(m >> core & 1 for m in masks) for core in cores_of_mask(own)))

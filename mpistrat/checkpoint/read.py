@@ -21,38 +21,31 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.arrays import pieces
+from mpistrat.arrays import is_on_host, pieces
 from mpistrat.checkpoint.deferred import Shape, shapes_as_json, shapes_from_json
 from mpistrat.checkpoint.digests import check_digest
 from mpistrat.checkpoint.json_marks import marked, unmarked
-from mpistrat.checkpoint.ranks import WorkDivision, divide_work, this_worker
 from mpistrat.checkpoint.raw_io import (
     BYTES_PER_PIECE,
     BYTES_WORTH_A_THREAD,
     ChecksumPool,
-    InOrder,
-    digest_in_file,
-    read_at,
-    reading_ahead,
-)
-from mpistrat.checkpoint.reader import (
-    Block,
-    CheckpointReader,
-    naming_damage,
-    open_checkpoint,
-)
-from mpistrat.checkpoint.shards import (
     Extent,
-    has_bytes_of_file,
-    has_part_of_file,
+    InOrder,
+    WorkDivision,
+    divide_work,
+    read_at,
     read_box,
-    read_own,
+    read_through,
+    reading_ahead,
+    this_worker,
 )
-from mpistrat.checkpoint.torch_hook import Box, LoadedShard
+from mpistrat.checkpoint.reader import CheckpointReader, naming_damage, open_checkpoint
+from mpistrat.checkpoint.torch_hook import LoadedShard
 from mpistrat.collectives.collectives import CollectiveCall, Collectives
 from mpistrat.collectives.operations.broadcast import broadcast_each
 from mpistrat.errors import CheckpointCorruptError, CheckpointError
-from mpistrat.sharding import cut
+from mpistrat.options import VariableSynchronization
+from mpistrat.sharding import Box, cut
 from mpistrat.variables import Variable
 
 _SMALL_BYTES, _MOST_JOINED = 1 << 15, 64
@@ -96,7 +89,8 @@ class SharedFile:
         self.damage: dict[str, str] = {}
         self._reader: CheckpointReader | None = None
         self._handle: int | None = None
-        self._blocks: dict[str, Block] = {}
+        self._extents: dict[str, Extent] = {}
+        """Of the large variables that are stored as they are in memory."""
         self._work = WorkDivision({}, (), 0)
         self._is_seen_by_all = False
         self._is_on_one_node = False
@@ -127,7 +121,7 @@ class SharedFile:
         root = of_ranks[0]
         self.state = {name: unmarked(each) for name, each in root["state"].items()}
         self.shapes = shapes_from_json(root["shapes"])
-        self._blocks = {name: Block(*block) for name, block in root["blocks"].items()}
+        self._extents = {name: Extent(*each) for name, each in root["extents"].items()}
         # On other nodes the number of the device may differ.
         self._is_seen_by_all = all(
             each.get("file", [])[2:] == root["file"][2:] for each in of_ranks
@@ -138,7 +132,7 @@ class SharedFile:
         workers = [
             each["worker"] if each.get("file") == root["file"] else None for each in of_ranks
         ]
-        sizes = {name: block.num_bytes for name, block in self._blocks.items()}
+        sizes = {name: each.num_bytes for name, each in self._extents.items()}
         self._work = divide_work(sizes, workers, rank)
 
     def leave(self, shards: Mapping[str, Box], variables: Mapping[str, Variable]) -> None:
@@ -148,20 +142,20 @@ class SharedFile:
         """
         # Each rank reads only its shard, so this pays on several nodes too.
         if self._is_seen_by_all:
-            self.shards = {name: box for name, box in shards.items() if name in self._blocks}
+            self.shards = {name: box for name, box in shards.items() if name in self._extents}
         # Here every rank reads the whole variable. On one node the second read comes from the page
         # cache; on several nodes one read and a broadcast replace it.
         if self._is_on_one_node:
             self.in_place = {
                 name: variable
                 for name, variable in variables.items()
-                if name in self._blocks and name not in self.shards and has_bytes_of_file(variable)
+                if name in self._extents and name not in self.shards and _has_bytes(variable)
             }
         if self._is_seen_by_all:
             self.in_place |= {
                 name: variable
                 for name, variable in variables.items()
-                if name in self._blocks and has_part_of_file(variable)
+                if name in self._extents and _has_part(variable)
             }
 
     def read_shards(self, path: str) -> dict[str, LoadedShard]:
@@ -169,25 +163,23 @@ class SharedFile:
         found: dict[str, LoadedShard] = {}
         for name, box in self.shards.items():
             if self._handle is not None and name.startswith(f"{path}/"):
-                (shape, dtype), block = self.shapes[name], self._blocks[name]
-                values = np.empty(box.sizes, dtype)
-                extent = Extent(block.offset, block.num_bytes, dtype.itemsize)
+                values = np.empty(box.sizes, self.shapes[name][1])
                 with naming_damage(self.path, name):
-                    read_box(self._handle, extent, shape, box, values)
-                found[name.removeprefix(f"{path}/")] = LoadedShard(shape, box, values)
+                    read_box(self._handle, self._extents[name], box, values)
+                found[name.removeprefix(f"{path}/")] = LoadedShard(box, values)
         return found
 
     def read(self) -> Values:
         """Read this rank's part; what is wrong with it is in `damage` then."""
         part = _Part(self.path, self._handle, self._work.num_threads)
-        blocks = {name: (self._blocks[name], self.shapes[name]) for name in self._work.own}
         left = self.shards.keys() | self.in_place.keys()
+        own = {name: self._extents[name] for name in self._work.own}
         # What stays in the file is only verified now, each variable by one rank. Its values are
         # read after all ranks have found everything intact.
-        part.read_blocks({name: each for name, each in blocks.items() if name not in left})
-        part.verify_blocks({name: block for name, (block, _) in blocks.items() if name in left})
+        part.read_large({n: each for n, each in own.items() if n not in left}, self.shapes)
+        part.verify_large({name: each for name, each in own.items() if name in left})
         if self._reader is not None:
-            part.read_rest(self._reader, self._blocks)
+            part.read_rest(self._reader, self._extents)
         self.damage = part.damage
         return Values(part.arrays, self._work.owners)
 
@@ -200,9 +192,7 @@ class SharedFile:
         def load(name: str) -> None:
             variable = self.in_place[name]
             try:
-                block = self._blocks[name]
-                extent = Extent(block.offset, block.num_bytes, variable.dtype.itemsize)
-                read_own(handle, extent, variable)
+                _read_own(handle, self._extents[name], variable)
             except OSError as reason:
                 raise CheckpointError(
                     f"The checkpoint {self.path} was whole a moment ago, but {name} cannot be read "
@@ -248,8 +238,8 @@ def _describe(reader: CheckpointReader) -> dict[str, Any]:
         reader.verify()  # names what else is damaged
         raise
     shapes = {name: (each.shape, each.dtype) for name, each in reader.variables.items()}
-    blocks = reader.blocks(BYTES_WORTH_A_THREAD)
-    return {"state": state, "shapes": shapes_as_json(shapes), "blocks": blocks}
+    extents = reader.extents(BYTES_WORTH_A_THREAD)
+    return {"state": state, "shapes": shapes_as_json(shapes), "extents": extents}
 
 
 class _Part:
@@ -263,55 +253,53 @@ class _Part:
         self.damage: dict[str, str] = {}
         """What is wrong with a variable, by path."""
 
-    def read_blocks(self, blocks: Mapping[str, tuple[Block, Shape]]) -> None:
+    def read_large(self, extents: Mapping[str, Extent], shapes: Mapping[str, Shape]) -> None:
         """Read large variables in several threads."""
-        if self._handle is None or not blocks:
+        if self._handle is None or not extents:
             return
         with ChecksumPool(self._threads) as digests:
             digesters = {}
-            for name, (block, (shape, dtype)) in blocks.items():
-                array = self.arrays[name] = np.empty(shape, dtype)
+            for name, extent in extents.items():
+                array = self.arrays[name] = np.empty(*shapes[name])
                 # Each part is read right before it is hashed, in the same thread: it is then still
                 # in the cache of its core. The array is a view of its memory, so nothing waits
                 # here.
                 digesters[name] = digests.begin(
-                    before=InOrder(read_at, self._handle, block.offset), like=block.digest
+                    before=InOrder(read_at, self._handle, extent.offset), like=extent.digest
                 )
                 digesters[name].update(array.reshape(-1), is_view=True)
             # Only after all are begun, or the variables would be read one after the other.
-            for name, (block, _) in blocks.items():
-                try:
-                    with naming_damage(self._path, name):
-                        check_digest(digesters[name].result().text, block.digest)
-                except CheckpointCorruptError as error:
-                    self.damage[name] = str(error)
+            for name, digester in digesters.items():
+                with self._noting_damage(name), naming_damage(self._path, name):
+                    check_digest(digester.result().text, extents[name].digest)
 
-    def verify_blocks(self, blocks: Mapping[str, Block]) -> None:
+    def verify_large(self, extents: Mapping[str, Extent]) -> None:
         """Check the digests of large variables without keeping them."""
         handle = self._handle
-        if handle is None or not blocks:
+        if handle is None or not extents:
             return
 
         def verify(name: str) -> None:
-            block = blocks[name]
-            try:
-                with naming_damage(self._path, name):
-                    check_digest(digest_in_file(handle, *block).text, block.digest)
-            except CheckpointCorruptError as error:
-                self.damage[name] = str(error)
+            with self._noting_damage(name), naming_damage(self._path, name):
+                check_digest(read_through(handle, extents[name]).digest, extents[name].digest)
 
         with ThreadPoolExecutor(max(self._threads, 1), "mpistrat-digest") as threads:
-            for _ in threads.map(verify, blocks):
+            for _ in threads.map(verify, extents):
                 pass
 
-    def read_rest(self, reader: CheckpointReader, blocks: Container[str]) -> None:
-        """Read what is small, or does not lie in the file as it does in memory."""
+    def read_rest(self, reader: CheckpointReader, large: Container[str]) -> None:
+        """Read what is small, or is not stored in the file as it is in memory."""
         for name in reader.variables:
-            if name not in blocks:
-                try:
+            if name not in large:
+                with self._noting_damage(name):
                     self.arrays[name] = reader.read_variable(name)
-                except CheckpointCorruptError as error:
-                    self.damage[name] = str(error)
+
+    @contextlib.contextmanager
+    def _noting_damage(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointCorruptError as error:
+            self.damage[name] = str(error)
 
 
 def broadcast_array(call: CollectiveCall, values: Values, name: str, of: Shape) -> np.ndarray:
@@ -374,7 +362,7 @@ def _pieces_from(owner: int, values: Values, variables: Mapping[str, Variable]) 
         if name in small:
             continue
         array = values.arrays.get(name)
-        if array is not None or has_bytes_of_file(variable):
+        if array is not None or _has_bytes(variable):
             # The broadcast writes straight into the storage of the variable. The pieces end where
             # those of `_pieces_to_assign` end, so sender and receivers have buffers of equal
             # length.
@@ -421,3 +409,29 @@ def _num_bytes(variable: Variable) -> int:
 def _length(dtype: np.dtype) -> int:
     """Return how many elements a piece has."""
     return max(1, BYTES_PER_PIECE // dtype.itemsize)
+
+
+def _has_bytes(variable: Variable) -> bool:
+    """Return whether the memory of `variable` is to hold all bytes of the file."""
+    placement, on_read = variable._placement, VariableSynchronization.ON_READ
+    if variable.synchronization is on_read or placement.box or not placement.is_here:
+        return False
+    return is_on_host(variable._storage)
+
+
+def _has_part(variable: Variable) -> bool:
+    """Return whether the memory of `variable` is to hold a part of the bytes of the file."""
+    if variable.synchronization is VariableSynchronization.ON_READ:
+        return False
+    return variable._placement.box is not None and is_on_host(variable._storage)
+
+
+def _read_own(handle: int, extent: Extent, variable: Variable) -> None:
+    """Read what this rank stores of a variable at `extent` of a file."""
+    box, own = variable._placement.box, variable._own_storage
+    # `read_at` moves the bytes of the file into the storage of the variable, without a copy
+    # between.
+    if box is None:
+        read_at(handle, extent.offset, own)
+    else:
+        read_box(handle, extent, box, own)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -42,7 +43,7 @@ from mpistrat.checkpoint.nodes import (
     read_names,
     read_short_text,
 )
-from mpistrat.checkpoint.raw_io import digest_in_file, read_at, selections
+from mpistrat.checkpoint.raw_io import Extent, read_at, read_through
 from mpistrat.checkpoint.validation import (
     check_expansion,
     check_layout,
@@ -51,14 +52,6 @@ from mpistrat.checkpoint.validation import (
 )
 from mpistrat.errors import CheckpointCorruptError, CheckpointError
 from mpistrat.hdf5 import h5py, has_offsets, offset_of_block, open_for_reading
-
-
-class Block(NamedTuple):
-    """Where the values of a variable lie in a file, and the digest stored with them."""
-
-    offset: int
-    num_bytes: int
-    digest: str
 
 
 class CheckpointReader:
@@ -157,9 +150,9 @@ class CheckpointReader:
         info = self.variables[name]
         with naming_damage(self.path, name):
             values = np.empty(info.shape, info.dtype)
-            offset = self.offset_of(name)
-            if offset is not None:
-                read_at(self.handle, offset, values)
+            extent = self.extent_of(name)
+            if extent is not None:
+                read_at(self.handle, extent.offset, values)
                 self._check_values(name, digest_of_array(values, info.digest))
                 return values
         flat, begin = values.reshape(-1), 0
@@ -168,27 +161,26 @@ class CheckpointReader:
             begin += piece.size
         return values
 
-    def offset_of(self, name: str) -> int | None:
-        """Return at which byte of the file the values of a variable begin. Local.
+    def extent_of(self, name: str) -> Extent | None:
+        """Return the bytes of the file that hold the values of a variable. Local.
 
-        ``None`` where they do not lie there as one block, as they do in memory.
+        ``None`` if they are not stored as one block, as they are in memory.
         """
+        info = self.variables[name]
         # An empty variable has no bytes to read, so every offset is right. None would send its
         # reader to HDF5.
-        return self._offsets.get(name) if self.variables[name].size_bytes else 0
+        offset = self._offsets.get(name) if info.size_bytes else 0
+        if offset is None:
+            return None
+        return Extent(offset, info.size_bytes, info.dtype.itemsize, info.digest)
 
-    def blocks(self, least_bytes: int) -> dict[str, Block]:
-        """Return those of at least this many bytes, where they lie as they do in memory. Local."""
-        offsets = {
-            name: (self.offset_of(name), info)
-            for name, info in self.variables.items()
-            if info.size_bytes >= least_bytes
-        }
-        return {
-            name: Block(offset, info.size_bytes, info.digest)
-            for name, (offset, info) in offsets.items()
-            if offset is not None
-        }
+    def extents(self, least_bytes: int = 0) -> dict[str, Extent]:
+        """Return by name what `extent_of` does, for variables of at least this size. Local."""
+        found = {}
+        for name, info in self.variables.items():
+            if info.size_bytes >= least_bytes and (extent := self.extent_of(name)) is not None:
+                found[name] = extent
+        return found
 
     def _dataset(self, name: str) -> Any:
         return h5py().Dataset(self._nodes[name])
@@ -202,7 +194,7 @@ class CheckpointReader:
         hasher = hasher_like(info.digest)
         with naming_damage(self.path, name):
             check_streams(dataset)
-        for selection in selections(info.shape, info.dtype.itemsize, dataset.chunks):
+        for selection in _selections(info.shape, info.dtype.itemsize, dataset.chunks):
             with naming_damage(self.path, name):
                 piece = np.asarray(dataset[selection], dataset.dtype).reshape(-1)
                 hasher.update(piece)
@@ -274,14 +266,14 @@ class CheckpointReader:
             raise CheckpointCorruptError("\n".join(damage))
 
     def _read_through(self, name: str) -> None:
-        offset, info = self.offset_of(name), self.variables[name]
-        if offset is None:
+        extent = self.extent_of(name)
+        if extent is None:
             for _ in self.read_pieces(name):
                 pass
             return
         with naming_damage(self.path, name):
-            found = digest_in_file(self.handle, offset, info.size_bytes, info.digest)
-            self._check_values(name, found)
+            found = read_through(self.handle, extent)
+            self._check_values(name, ArrayDigest(found.digest, found.pages))
 
     def _verify_pages(self, name: str) -> None:
         """Check the digests of the pages of a variable against the digest of all of them."""
@@ -305,6 +297,36 @@ class CheckpointReader:
         if digest_of_pages(digests.tobytes()) != self.variables[name].digest:
             raise ValueError("the digests of its pages are damaged")
         return digests
+
+
+_BYTES = 2**22
+"""Of one piece: small enough to stay in the cache of a processor until it is hashed."""
+_BYTES_OF_CHUNKS = 2**26
+"""Of one piece where chunks are larger."""
+
+
+def _selections(
+    shape: tuple[int, ...], item_bytes: int, chunks: Sequence[int] | None = None
+) -> Iterator[tuple[int | slice, ...]]:
+    """Yield selections that cover an array of `shape`, each contiguous in C order.
+
+    They end where `chunks` end, as far as memory allows: part of a chunk costs as much as all.
+    """
+    if not shape:
+        yield ()
+        return
+    if 0 in shape:
+        return
+    row_bytes = [math.prod(shape[axis + 1 :]) * item_bytes for axis in range(len(shape))]
+    # The first axis along which one step fits into a piece: a range along it, with one index for
+    # each axis before it, is contiguous.
+    axis = next(axis for axis, size_bytes in enumerate(row_bytes) if size_bytes <= _BYTES)
+    step = _BYTES // row_bytes[axis]
+    if chunks is not None and chunks[axis] * row_bytes[axis] <= _BYTES_OF_CHUNKS:
+        step = max(step - step % chunks[axis], chunks[axis])
+    for outer in itertools.product(*map(range, shape[:axis])):
+        for start in range(0, shape[axis], step):
+            yield (*outer, slice(start, min(start + step, shape[axis])))
 
 
 @contextlib.contextmanager

@@ -214,7 +214,7 @@ def gather_states(
         data = np.concatenate([np.empty(0, np.uint8), *own])
         gathered = collectives.channel.transport.gather(data, num_bytes, 0)
     of_replicas = [each for rank in senders for each in of_ranks[rank]]
-    # Only a function: joining may fail, and `StateCollector.items` calls it where the other ranks
+    # Only a function: joining may fail, and `SavePlan.items` calls it where the other ranks
     # learn of that.
     return None if gathered is None else functools.partial(_join_all, of_replicas, gathered)
 

@@ -9,27 +9,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from mpistrat import pytorch
-
-
-class Box(NamedTuple):
-    """The part of an array that one rank has."""
-
-    offsets: tuple[int, ...]
-    """Where it begins, along each axis."""
-    sizes: tuple[int, ...]
+from mpistrat.sharding import Box
 
 
 @dataclass(frozen=True)
 class LoadedShard:
     """The part of an array in a file that one rank needs."""
 
-    shape: tuple[int, ...]
-    """Of the whole."""
     box: Box
     values: np.ndarray
 

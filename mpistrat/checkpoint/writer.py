@@ -1,13 +1,14 @@
-"""Writer of checkpoint files: header, variables and state, one at a time."""
+"""Writer of checkpoint files: one dataset after the other, or room for what ranks write there."""
 
 from __future__ import annotations
 
 import contextlib
 import enum
 import functools
+import math
 import mmap
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat import hdf5
-from mpistrat.arrays import Array, host_view, is_on_host
+from mpistrat.arrays import Array, host_view
 from mpistrat.checkpoint.digests import ArrayDigest, digest_of_array, digest_of_text
 from mpistrat.checkpoint.format import DIGESTS, REPLICAS, STATE, VARIABLES, Header
 from mpistrat.checkpoint.json_marks import dump_json
@@ -26,18 +27,17 @@ from mpistrat.checkpoint.raw_io import (
     Checksum,
     ChecksumPool,
     InOrder,
-    pieces_on_host,
     write_at,
 )
-from mpistrat.checkpoint.torch_hook import TensorArray
 from mpistrat.errors import CheckpointError
+from mpistrat.sharding import Box
 
 
 class BufferLifetime(enum.Enum):
-    """Who has the values of a variable, and for how long."""
+    """Which ranks have the values of an array, and for how long."""
 
     BRIEF = enum.auto()
-    """Rank 0, until the next variable comes."""
+    """Rank 0, until the next item."""
     LONG = enum.auto()
     """Rank 0, until the end of the save."""
     EVERYWHERE = enum.auto()
@@ -45,52 +45,83 @@ class BufferLifetime(enum.Enum):
 
 
 @dataclass(frozen=True)
+class Parts:
+    """The parts of an array that ranks have, of which no rank has all."""
+
+    holders: str
+    """A text that is equal on the ranks that divide the array among them."""
+    own: Callable[[], Iterable[tuple[Box, np.ndarray]]]
+    """Returns those that this rank is to write."""
+
+
+@dataclass(frozen=True)
 class Item:
-    """One data set on its way into a file."""
+    """One dataset of a file, and which ranks have its values.
+
+    The values are `array`, or `pieces`, or `parts`.
+    """
 
     group: str
     """`VARIABLES`, `STATE` or `REPLICAS`."""
     path: str
-    array: Array | None
-    """Its values, which rank 0 always has and the others may have: for state the text."""
+    shape: tuple[int, ...]
+    dtype: np.dtype
     attributes: Mapping[str, bool | str | Sequence[str]]
     """All but the digest."""
+    array: Array | None = None
+    """All values, on the ranks of `life`: for state the text."""
     life: BufferLifetime = BufferLifetime.LONG
-    tensor: TensorArray | None = None
-    """Of a sharded tensor its parts, where `array` has no values."""
     pieces: Iterator[np.ndarray | None] | None = None
-    """Its values, some at a time on rank 0, where `array` has none. Collective."""
+    """Some values at a time, in their order, on rank 0. Collective."""
+    parts: Parts | None = None
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other ranks than 0 may write it."""
+        return self.parts is not None or self.life is BufferLifetime.EVERYWHERE
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of all values."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def variable_item(
     path: str,
     array: Array | None,
     *,
+    shape: tuple[int, ...] | None = None,
+    dtype: np.dtype | None = None,
     synchronization: str = "NONE",
     aggregation: str = "NONE",
     trainable: bool = False,
     tensor_dtype: str = "",
     life: BufferLifetime = BufferLifetime.LONG,
+    pieces: Iterator[np.ndarray | None] | None = None,
+    parts: Parts | None = None,
 ) -> Item:
-    """Return the item of a variable, or of an array of an object's state."""
+    """Return the item of a variable, or of an array of an object's state.
+
+    `shape` and `dtype` are by default those of `array`. `tensor_dtype` is the dtype of a tensor,
+    which the file names if HDF5 lacks it.
+    """
+    if shape is None or dtype is None:
+        given: Any = array
+        shape, dtype = given.shape, given.dtype
     attributes: dict[str, bool | str] = {
         "synchronization": synchronization,
         "aggregation": aggregation,
         "trainable": trainable,
     }
-    if tensor_dtype:
+    if tensor_dtype not in ("", dtype.name):
         attributes["dtype"] = tensor_dtype
-    return Item(VARIABLES, path, array, attributes, life)
+    return Item(VARIABLES, path, shape, dtype, attributes, array, life, pieces, parts)
 
 
 def state_item(path: str, state: Any, arrays: Sequence[str] = ()) -> Item:
     """Return the item of a JSON value with the names of its arrays below `path`."""
-    return Item(STATE, path, np.array(dump_json(state).encode()), {"arrays": arrays})
-
-
-def replicas_item(path: str, array: Array | None) -> Item:
-    """Return the item of the components of a SyncOnRead variable, one row a replica."""
-    return Item(REPLICAS, path, array, {})
+    text = np.array(dump_json(state).encode())
+    return Item(STATE, path, (), text.dtype, {"arrays": arrays}, text)
 
 
 class CheckpointWriter:
@@ -119,7 +150,7 @@ class CheckpointWriter:
             self.groups[name]
         self._stack = stack
         self._reserved: dict[str, Any] = {}
-        """The data sets whose digests come later, by path."""
+        """The datasets whose digests follow, by path."""
         self._unfinished: list[tuple[str, Checksum]] = []
 
     @functools.cached_property
@@ -130,9 +161,9 @@ class CheckpointWriter:
         return self._stack.enter_context(ChecksumPool())
 
     def add(self, item: Item) -> None:
-        """Add one data set, whose values are here. Local.
+        """Add one dataset, whose values are here. Local.
 
-        Where they stay as they are until `finish`, their digest may come with that.
+        The digest of one that stays as it is until `finish` may be added there.
         """
         array = item.array
         if array is None:
@@ -143,40 +174,54 @@ class CheckpointWriter:
             elif item.group == REPLICAS or array.nbytes < BYTES_WORTH_A_THREAD:
                 self._write_small(item, host_view(array))
             else:
-                self._write_large(item, array)
+                digester = self.begin(item)
+                digester.update_with(array)
+                # The next item replaces a brief array, so all of it must be on its way to the file
+                # before `add` returns.
+                if item.life is BufferLifetime.BRIEF:
+                    self.end(item, digester)
+                else:
+                    self._unfinished.append((item.path, digester))
 
-    def begin(self, item: Item) -> tuple[Callable[[np.ndarray], None], Callable[[], None]]:
-        """Make room for a variable that comes in pieces: return what adds one, and what ends it."""
+    def begin(self, item: Item) -> Checksum:
+        """Reserve room for an array, and return what writes its pieces there, in their order."""
         with explaining(self._path):
-            blank: Any = item.array
-            offset = self._make_room(item, blank)
-            digester = self._digests.begin(after=InOrder(write_at, self.handle, offset))
+            offset = self.reserve(item)
+            return self._digests.begin(after=InOrder(write_at, self.handle, offset))
 
-        def add(piece: np.ndarray) -> None:
-            with explaining(self._path):
-                digester.update(piece, is_view=False)
+    def extend(self, digester: Checksum, piece: np.ndarray) -> None:
+        """Write the next piece of an array that `begin` has begun."""
+        with explaining(self._path):
+            digester.update(piece, is_view=False)
 
-        def end() -> None:
-            with explaining(self._path):
-                digest = digester.result()
-            self.set_digest(item.path, digest)
+    def end(self, item: Item, digester: Checksum) -> None:
+        """Wait until all pieces of an array are written, and add their digest."""
+        with explaining(self._path):
+            digest = digester.result()
+        self.set_digest(item.path, digest)
 
-        return add, end
+    def reserve(self, item: Item) -> int:
+        """Reserve room for the values of a variable, and return where it begins. Local.
 
-    def reserve(self, item: Item, array: Array) -> int:
-        """Make room for the values of a variable, and return where it begins. Local.
-
-        A large one begins with a page of the system. The values come by `write_at`, their digest
-        by `set_digest`.
+        A large one begins with a page of the system. The values are written by `write_at`, and
+        `set_digest` adds their digest.
         """
         with explaining(self._path):
-            offset = self._make_room(item, array)
+            dataset = self._reserved[item.path] = self._create(item)
+            if not item.num_bytes:
+                return 0
+            # Known at once, because `nodes._in_place` has HDF5 allocate the space when the dataset
+            # is created.
+            offset = dataset.get_offset()
+            if offset is None:
+                size = item.num_bytes
+                raise RuntimeError(f"HDF5 has no place for the {size} bytes of {item.path}")
             # `hdf5._create` has asked HDF5 for this alignment. Without it two ranks could write to
             # one page.
-            if array.nbytes >= BYTES_WORTH_A_THREAD and offset % mmap.PAGESIZE:
+            if item.num_bytes >= BYTES_WORTH_A_THREAD and offset % mmap.PAGESIZE:
                 where = f"at byte {offset}, inside of a page"
                 raise RuntimeError(f"HDF5 has placed {item.path} {where}")
-            return offset
+            return int(offset)
 
     def set_digest(self, path: str, digest: ArrayDigest) -> None:
         """Add the digest of a variable whose values were written by `write_at`."""
@@ -187,21 +232,10 @@ class CheckpointWriter:
                 dataset = self.groups.create_dataset(f"{DIGESTS}/{path}", pages.shape, pages.dtype)
                 write_values(dataset, pages)
 
-    def _create(self, item: Item, array: Array) -> Any:
-        dataset = self.groups.create_dataset(f"{item.group}/{item.path}", array.shape, array.dtype)
+    def _create(self, item: Item) -> Any:
+        dataset = self.groups.create_dataset(f"{item.group}/{item.path}", item.shape, item.dtype)
         _set_attributes(dataset, item)
         return dataset
-
-    def _make_room(self, item: Item, array: Array) -> int:
-        dataset = self._reserved[item.path] = self._create(item, array)
-        if not array.size:
-            return 0
-        # Known at once, because `nodes._in_place` has HDF5 allocate the space when the dataset is
-        # created.
-        offset = dataset.get_offset()
-        if offset is None:
-            raise RuntimeError(f"HDF5 has no place for the {array.nbytes} bytes of {item.path}")
-        return int(offset)
 
     def _write_text(self, item: Item, text: np.ndarray) -> None:
         dataset = self.groups.create_text(f"{item.group}/{item.path}", text.nbytes)
@@ -210,21 +244,9 @@ class CheckpointWriter:
         write_attribute(dataset, "digest", digest_of_text(text.tobytes()))
 
     def _write_small(self, item: Item, host: np.ndarray) -> None:
-        dataset = self._create(item, host)
+        dataset = self._create(item)
         write_values(dataset, np.ascontiguousarray(host))
         write_attribute(dataset, "digest", digest_of_array(host).text)
-
-    def _write_large(self, item: Item, array: Array) -> None:
-        offset = self._make_room(item, array)
-        digester = self._digests.begin(after=InOrder(write_at, self.handle, offset))
-        for piece in pieces_on_host(array):
-            digester.update(piece, is_view=is_on_host(array))
-        # The next item replaces this array, so all of it must be on its way to the file before
-        # `add` returns.
-        if item.life is BufferLifetime.BRIEF:
-            self.set_digest(item.path, digester.result())
-        else:
-            self._unfinished.append((item.path, digester))
 
     def finish(self) -> None:
         """Write the digests that were not complete before."""

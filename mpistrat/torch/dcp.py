@@ -2,37 +2,62 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import uuid
 import weakref
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from mpistrat.checkpoint.json_marks import dump_json
-from mpistrat.checkpoint.ranks import checked_path, this_worker
-from mpistrat.checkpoint.shards import Room, digests_in_file, write_box
-from mpistrat.checkpoint.state_json import json_part
-from mpistrat.checkpoint.torch_hook import Box
-from mpistrat.checkpoint.writer import explaining
-from mpistrat.errors import CheckpointError
-from mpistrat.torch.dcp_file import (
-    CoordinatorFile,
-    Task,
-    check_paths,
-    check_storable,
-    paths_of,
-    tasks,
+from mpistrat.checkpoint.format import Header, check_path
+from mpistrat.checkpoint.json_marks import dump_json, load_json
+from mpistrat.checkpoint.object_graph import check_disjoint
+from mpistrat.checkpoint.ranks import checked_path
+from mpistrat.checkpoint.raw_io import (
+    Digested,
+    PageRun,
+    Worker,
+    Written,
+    divide_work,
+    runs_of_ranks,
+    this_worker,
 )
-from mpistrat.torch.stored import name_of, on_host
+from mpistrat.checkpoint.state_json import json_part, tensor_mark
+from mpistrat.checkpoint.torch_hook import world_strategy
+from mpistrat.checkpoint.write import Room, RootFile
+from mpistrat.checkpoint.writer import CheckpointWriter, Item, explaining, state_item, variable_item
+from mpistrat.errors import CheckpointError
+from mpistrat.sharding import Box
+from mpistrat.torch.store_barrier import Meeting
+from mpistrat.torch.stored import name_of, on_host, stored_dtype
 
 _WHAT = "HDF5Writer"
+
+Keys = tuple[str | int, ...]
+"""The keys that lead to a value in a state dict."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Task:
+    """What the coordinator tells one rank, in the plan of that rank."""
+
+    room: Room
+    """Of the tensors that this rank writes or reads back."""
+    runs: list[PageRun]
+    """The pages that this rank reads back once all are written, for their digests."""
+    num_threads: int
+    is_spread: bool
+    """Whether the ranks are on several hosts."""
+    meeting: Meeting
 
 
 class HDF5Writer(StorageWriter):
@@ -83,7 +108,11 @@ class HDF5Writer(StorageWriter):
         if not isinstance(step, int) or isinstance(step, bool):
             raise TypeError(f"{_WHAT}: step must be an integer, not {step!r}.")
         self._step = step
-        self._file: CoordinatorFile | None = None
+        self._file: RootFile | None = None
+        """The file, on the coordinator, until it is complete."""
+        self._paths: dict[str, Keys] = {}
+        self._dtypes: dict[str, str] = {}
+        """Of all tensors, by name."""
 
     def __repr__(self) -> str:
         return f"HDF5Writer({self._path!r}, step={self._step})"
@@ -120,7 +149,7 @@ class HDF5Writer(StorageWriter):
         """Check that tensors can be stored, and say which cores this rank has."""
         for item in plan.items:
             if item.tensor_data is not None:
-                check_storable(item.index.fqn, item.tensor_data.properties)
+                _check_storable(item.index.fqn, item.tensor_data.properties)
         return dataclasses.replace(plan, storage_data=this_worker())
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -130,24 +159,28 @@ class HDF5Writer(StorageWriter):
                 f"{_WHAT} makes a new file in each save, so plans cannot be kept from one save to "
                 "the next. Use a planner with enable_plan_caching=False."
             )
+        self._paths = _paths_of(plans)
         items = [item for plan in plans for item in plan.items]
-        paths = paths_of(plans)
         tensors = {item.index.fqn: item for item in items if item.tensor_data is not None}
-        check_paths(paths, tensors)
-        self._file = CoordinatorFile(self._path, self._step, len(plans), paths)
+        self._dtypes = {
+            fqn: name_of(item.tensor_data.properties.dtype)
+            for fqn, item in tensors.items()
+            if item.tensor_data is not None
+        }
+        _check_paths(self._paths, tensors)
+        self._file = file = RootFile(True, self._path, _header(self._step, len(plans)), None)
         # A save that fails elsewhere does not call this writer again.
-        self._finalizer = weakref.finalize(self, self._file.abandon, None)
+        given_up = CheckpointError("the save was given up")
+        self._finalizer = weakref.finalize(self, file.abandon, given_up)
         self._finalizer.atexit = False
-        try:
-            room = self._file.reserve(tensors)
-        except BaseException as error:
-            self._file.abandon(error)
-            raise
-        return tasks(plans, room)
+        reserved = [_item_of(_path(self._paths[fqn]), item) for fqn, item in tensors.items()]
+        self._room: Room = file.use(Room.reserve, self._path, reserved)
+        file.check()
+        return _with_tasks(plans, self._room)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's shards, wait for the others, and digest some of the tensors."""
-        task: Task = plan.storage_data
+        """Write this rank's shards, wait for the others, and read back some of the pages."""
+        task: _Task = plan.storage_data
         results: list[WriteResult] = []
         try:
             # The end of the stage reports this rank, also after an error, so the others do not wait
@@ -155,8 +188,9 @@ class HDF5Writer(StorageWriter):
             with task.meeting.stage("written") as written:
                 results += self._write_items(plan, planner, task)
             if written.is_everywhere():
-                with task.meeting.stage("digested") as digested, explaining(self._path):
-                    results += _digest(task)
+                with task.meeting.stage("digested") as digested:
+                    found = task.room.read_back(task.runs, task.num_threads) if task.runs else []
+                    results += [WriteResult(MetadataIndex(each[0]), 0, each) for each in found]
                 # Only the coordinator waits: if a different rank has failed, torch never calls
                 # `finish`, and the file has to be removed here.
                 if self._file is not None and not digested.is_everywhere():
@@ -170,81 +204,164 @@ class HDF5Writer(StorageWriter):
         future.set_result(results)
         return future
 
-    def _write_items(self, plan: SavePlan, planner: SavePlanner, task: Task) -> list[WriteResult]:
-        with explaining(self._path):
-            handle = task.room.open() if any(each.tensor_data for each in plan.items) else -1
-        if handle is None:
-            raise CheckpointError(
-                f"The checkpoint {self._path} cannot be written: the coordinator has made "
-                f"{task.room.path}, but this rank does not see it. Save to a folder that all nodes "
-                "share."
-            )
-        paths = paths_of([plan])
-        try:
-            results = [
-                _write_value(item, paths[item.index.fqn], planner)
-                if item.tensor_data is None
-                else self._write_shard(handle, item, task.room, planner)
-                for item in plan.items
-            ]
+    def _write_items(self, plan: SavePlan, planner: SavePlanner, task: _Task) -> list[WriteResult]:
+        paths = _paths_of([plan])
+        results = []
+        with contextlib.ExitStack() as stack:
+            handle = -1
+            if any(each.tensor_data for each in plan.items):
+                handle = task.room.open_or_raise()
+                stack.callback(os.close, handle)
+            for item in plan.items:
+                path = paths[item.index.fqn]
+                if item.tensor_data is None:
+                    results.append(_write_value(item, path, planner))
+                else:
+                    results.append(_write_shard(handle, item, _path(path), task.room, planner))
             if task.is_spread and handle >= 0:  # else the coordinator's flush is for all
                 with explaining(self._path):
                     os.fsync(handle)
-        finally:
-            if handle >= 0:
-                os.close(handle)
         return results
-
-    def _write_shard(
-        self, handle: int, item: WriteItem, room: Room, planner: SavePlanner
-    ) -> WriteResult:
-        data: Any = item.tensor_data
-        extent = room.extents[item.index.fqn]
-        tensor: Any = planner.resolve_data(item)
-        box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
-        values = on_host(tensor)
-        if values.shape != box.sizes or values.dtype.itemsize != extent.item_bytes:
-            raise ValueError(
-                f"{_WHAT}: the plan has a part of shape {box.sizes} of {item.index.fqn!r}, but it "
-                f"is a tensor of {name_of(tensor.dtype)} of shape {values.shape}. The state dict "
-                "must not change during a save."
-            )
-        with explaining(self._path):
-            written = write_box(handle, extent, tuple(data.size), box, values)
-        return WriteResult(item.index, values.nbytes, written)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Add digests and JSON, flush the file and give it its name, on the coordinator."""
         if self._file is None:
             raise RuntimeError(f"{_WHAT}.finish was called before prepare_global_plan")
         try:
-            self._file.complete(results)
+            self._file.use(self._complete, results)
+            self._file.complete()
         except BaseException as error:
             self._abandon(error)
             raise
         self._abandon("it is complete")
 
+    def _complete(self, writer: CheckpointWriter, results: list[list[WriteResult]]) -> None:
+        """Sign the tensors that all ranks have written, and add the states."""
+        written: list[dict[str, list[Written]]] = []
+        found: list[Digested] = []
+        leaves: dict[str, Any] = {fqn: tensor_mark(own) for fqn, own in self._dtypes.items()}
+        for of_rank in results:
+            parts: dict[str, list[Written]] = {}
+            for result in of_rank:
+                fqn, data = result.index.fqn, result.storage_data
+                if isinstance(data, str):
+                    leaves[fqn] = load_json(data.encode())
+                elif isinstance(data, Written):
+                    parts.setdefault(_path(self._paths[fqn]), []).append(data)
+                else:
+                    found.append(data)
+            written.append(parts)
+        self._room.sign(writer, written, found)
+        self._add_states(writer, leaves)
+
+    def _add_states(self, writer: CheckpointWriter, leaves: dict[str, Any]) -> None:
+        paths = {fqn: self._paths[fqn] for fqn in leaves}
+        shown = {fqn: _like(self._dtypes, fqn, leaf) for fqn, leaf in leaves.items()}
+        _check_reversible(shown, paths)
+        names = [_path(self._paths[fqn]) for fqn in self._dtypes]
+        for owner, rest in unflatten_state_dict(leaves, paths).items():
+            if owner in self._dtypes and paths[owner] == (owner,):
+                continue  # a tensor at the top of the state dict is a variable without a state
+            begin = f"{owner}/"
+            arrays = [each.removeprefix(begin) for each in names if each.startswith(begin)]
+            writer.add(state_item(owner, rest, arrays))
+
     def _abandon(self, reason: BaseException | str) -> None:
-        """Remove what has been written, because of `reason`."""
+        """Remove what has been written, because of `reason`; what is complete stays."""
         file, self._file = self._file, None
         if file is not None:
             self._finalizer.detach()
-            file.abandon(reason if isinstance(reason, BaseException) else None)
+            if not isinstance(reason, BaseException):
+                reason = CheckpointError(f"the save was given up: {reason}")
+            file.abandon(reason)
 
 
-def _digest(task: Task) -> list[WriteResult]:
-    """Read through the tensors of this rank's task, which all ranks have written."""
-    if not task.digested:
-        return []
-    handle = task.room.open(flags=os.O_RDONLY)
-    if handle is None:
-        raise OSError(f"{task.room.path} is no longer there")
-    try:
-        extents = {fqn: task.room.extents[fqn] for fqn in task.digested}
-        found = digests_in_file(handle, extents, task.num_threads)
-    finally:
-        os.close(handle)
-    return [WriteResult(MetadataIndex(fqn), 0, each) for fqn, each in found.items()]
+def _path(keys: Keys) -> str:
+    """Return the path in the file of what is at these keys of a state dict."""
+    return "/".join(map(str, keys))
+
+
+def _check_storable(fqn: str, properties: Any) -> None:
+    """Refuse tensors that HDF5 has no form for."""
+    reason = ""
+    if properties.layout is not torch.strided:
+        reason = f"a sparse tensor of layout {properties.layout} (save .to_dense(), or its parts)"
+    elif stored_dtype(properties.dtype) is None:
+        reason = f"a tensor of dtype {name_of(properties.dtype)} (convert it to another dtype)"
+    if reason:
+        raise TypeError(f"HDF5Writer: the state dict holds {reason} at {fqn!r}.")
+
+
+def _paths_of(plans: list[SavePlan]) -> dict[str, Keys]:
+    """Return by name the keys that lead to each value, which planners give that flatten dicts."""
+    paths: dict[str, Keys] = {}
+    for plan in plans:
+        known = plan.planner_data if isinstance(plan.planner_data, Mapping) else {}
+        paths |= {i.index.fqn: tuple(known.get(i.index.fqn, (i.index.fqn,))) for i in plan.items}
+    return paths
+
+
+def _check_paths(paths: Mapping[str, Keys], tensors: Iterable[str]) -> None:
+    """Refuse keys that cannot be paths in a file, and tensors that cannot stand side by side."""
+    for path in paths.values():
+        if "/" in str(path[0]):
+            raise ValueError(
+                f"HDF5Writer: the key {path[0]!r} at the top of the state dict contains '/', which "
+                "separates groups of the file. Put the state dict under a name: "
+                '{"model": state}.'
+            )
+        check_path(_path(path))
+    check_disjoint([_path(paths[fqn]) for fqn in tensors])
+
+
+def _header(step: int, num_ranks: int) -> Header:
+    strategy = world_strategy()
+    library = "none"
+    if strategy is not None:
+        library = strategy.extended._collectives.channel.transport.library
+    return Header(step=step, num_replicas=num_ranks, mpi_library=library)
+
+
+def _item_of(path: str, item: WriteItem) -> Item:
+    """Return the dataset for a tensor of its global shape."""
+    data: Any = item.tensor_data
+    dtype: Any = stored_dtype(data.properties.dtype)
+    own = name_of(data.properties.dtype)
+    return variable_item(path, None, shape=tuple(data.size), dtype=dtype, tensor_dtype=own)
+
+
+def _with_tasks(plans: list[SavePlan], room: Room) -> list[SavePlan]:
+    """Return the plans with a task for each rank."""
+    workers: list[Worker] = [plan.storage_data for plan in plans]
+    sizes = {name: each.num_bytes for name, each in room.extents.items()}
+    is_spread = len({host for host, _ in workers}) > 1
+    # Keys stay in the store after a save, so the next save needs different ones.
+    meeting = Meeting(f"mpistrat/dcp/{uuid.uuid4().hex}", len(plans))
+    result = []
+    for rank, (plan, runs) in enumerate(zip(plans, runs_of_ranks(sizes, len(plans)), strict=True)):
+        paths = _paths_of([plan])
+        names = {_path(paths[i.index.fqn]) for i in plan.items if i.tensor_data is not None}
+        own = room.only(names.union(each.name for each in runs))
+        num_threads = divide_work({}, workers, rank).num_threads
+        task = _Task(own, runs, num_threads, is_spread, meeting)
+        result.append(dataclasses.replace(plan, storage_data=task))
+    return result
+
+
+def _write_shard(
+    handle: int, item: WriteItem, name: str, room: Room, planner: SavePlanner
+) -> WriteResult:
+    data: Any = item.tensor_data
+    tensor: Any = planner.resolve_data(item)
+    box = Box(tuple(data.size), tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+    values = on_host(tensor)
+    if values.shape != box.sizes or values.dtype.itemsize != room.extents[name].item_bytes:
+        raise ValueError(
+            f"{_WHAT}: the plan has a part of shape {box.sizes} of {item.index.fqn!r}, but it "
+            f"is a tensor of {name_of(tensor.dtype)} of shape {values.shape}. The state dict "
+            "must not change during a save."
+        )
+    return WriteResult(item.index, values.nbytes, room.write_part(handle, name, box, values))
 
 
 def _write_value(item: WriteItem, path: tuple[str | int, ...], planner: SavePlanner) -> WriteResult:
@@ -262,3 +379,17 @@ def _write_value(item: WriteItem, path: tuple[str | int, ...], planner: SavePlan
         ) from None
     text = dump_json(json_part(value, owner, "/".join(below)))
     return WriteResult(item.index, len(text), text)
+
+
+def _like(tensors: Mapping[str, str], fqn: str, leaf: Any) -> Any:
+    return torch.empty((), device="meta") if fqn in tensors else leaf
+
+
+def _check_reversible(leaves: dict[str, Any], paths: dict[str, Keys]) -> None:
+    """Refuse values that a load would look for under other names."""
+    found, _ = flatten_state_dict(unflatten_state_dict(leaves, paths))
+    for fqn in leaves.keys() ^ found.keys():
+        raise ValueError(
+            f"HDF5Writer: the value at {fqn!r} of the state dict could not be found again in the "
+            "file. Use a planner with flatten_state_dict=True."
+        )

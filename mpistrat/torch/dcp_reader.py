@@ -26,16 +26,19 @@ from torch.futures import Future
 
 from mpistrat.checkpoint.digests import check_digest
 from mpistrat.checkpoint.format import VariableInfo
-from mpistrat.checkpoint.ranks import checked_path, divide_work, share_out, this_worker
-from mpistrat.checkpoint.reader import (
-    CheckpointReader,
-    naming_damage,
-    open_checkpoint,
+from mpistrat.checkpoint.ranks import checked_path
+from mpistrat.checkpoint.raw_io import (
+    Extent,
+    digests_in_file,
+    divide_work,
+    read_box,
+    share_out,
+    this_worker,
 )
-from mpistrat.checkpoint.shards import Extent, digests_in_file, read_box
+from mpistrat.checkpoint.reader import CheckpointReader, naming_damage, open_checkpoint
 from mpistrat.checkpoint.state_json import join_state, tied_paths
-from mpistrat.checkpoint.torch_hook import Box
 from mpistrat.errors import CheckpointCorruptError
+from mpistrat.sharding import Box
 from mpistrat.torch.store_barrier import Meeting
 from mpistrat.torch.stored import as_tensor, on_host, tensor_dtype
 
@@ -186,10 +189,7 @@ class _Contents:
         self = cls()
         with open_checkpoint(path) as reader:
             self.infos = reader.variables
-            for name, info in reader.variables.items():
-                offset = reader.offset_of(name)
-                if offset is not None:
-                    self._extents[name] = Extent(offset, info.size_bytes, info.dtype.itemsize)
+            self._extents = reader.extents()
             nested, ties = _nested(reader)
         self._leaves, self._paths = flatten_state_dict(nested)
         for fqn, leaf in self._leaves.items():
@@ -221,8 +221,7 @@ class _Contents:
         damage = []
         found = {}
         try:
-            stored = {name: self.infos[name].digest for name in extents}
-            found = digests_in_file(handle, extents, task.num_threads, stored)
+            found = digests_in_file(handle, extents, task.num_threads)
         except OSError as reason:
             damage.append(f"The checkpoint {path} is damaged: {reason}.")
         for name in task.verified:
@@ -252,7 +251,7 @@ class _Contents:
         fqn = item.storage_index.fqn
         name = self.names[fqn]
         info = self.infos[name]
-        box = Box(tuple(item.storage_offsets), tuple(item.lengths))
+        box = Box(info.shape, tuple(item.storage_offsets), tuple(item.lengths))
         target: torch.Tensor = planner.resolve_tensor(item).detach()
         own = tensor_dtype(info.dtype, info.dtype_name)
         is_direct = (
@@ -265,7 +264,7 @@ class _Contents:
         # If direct, the array is the memory of the tensor: the file is read into it without a copy.
         array = on_host(target) if is_direct else np.empty(box.sizes, info.dtype)
         if name in self._extents:
-            read_box(handle, self._extents[name], info.shape, box, array)
+            read_box(handle, self._extents[name], box, array)
         elif reader is not None:
             reader.read_part(name, box.offsets, array)
         if not is_direct:

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mpistrat.checkpoint.torch_hook import Box, LoadedShard, TensorState
+from mpistrat.checkpoint.torch_hook import LoadedShard, TensorState
+from mpistrat.sharding import Box
 from mpistrat.torch.launching import backend_of
 from mpistrat.torch.stored import (
     FSDP1_ADVICE,
@@ -79,7 +80,7 @@ class TorchTensors:
     def tensor(self, array: np.ndarray | LoadedShard, dtype: str) -> torch.Tensor | LocalPart:
         """Return an array that was stored for a tensor of `dtype` as one, with its memory."""
         if isinstance(array, LoadedShard):
-            return LocalPart(as_tensor(array.values, dtype), array.shape)
+            return LocalPart(as_tensor(array.values, dtype), array.box.shape)
         return as_tensor(array, dtype)
 
     def blank(self, array: np.ndarray, dtype: str) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch
 
 from mpistrat.checkpoint.digests import digest_of_text
 from mpistrat.checkpoint.format import BITS_OF_FLOATS
-from mpistrat.checkpoint.torch_hook import Box
+from mpistrat.sharding import Box
 
 _PLAIN = {
     getattr(torch, name): np.dtype(name)
@@ -104,7 +104,8 @@ class StoredTensor:
 
 def _boxes_of(tensor: Any) -> list[Box]:
     """Return which parts of a DTensor this rank has."""
-    return [Box(tuple(c.offsets), tuple(c.sizes)) for c in tensor.__create_chunk_list__()]
+    shape, chunks = tuple(tensor.shape), tensor.__create_chunk_list__()
+    return [Box(shape, tuple(each.offsets), tuple(each.sizes)) for each in chunks]
 
 
 def box_of(own: Any, stored: Any) -> Box | None:
@@ -115,7 +116,7 @@ def box_of(own: Any, stored: Any) -> Box | None:
         return None
     if own.device_mesh.get_coordinate() is None:
         nothing = (0,) * len(own.shape)
-        return Box(nothing, nothing)
+        return Box(tuple(own.shape), nothing, nothing)
     boxes = _boxes_of(own)
     return boxes[0] if len(boxes) == 1 and boxes[0].sizes == own.to_local().shape else None
 

@@ -17,7 +17,7 @@ from mpistrat.collectives.collectives import CollectiveCall, Collectives
 from mpistrat.collectives.operations.broadcast import broadcast
 from mpistrat.collectives.reduction import dtype_name
 from mpistrat.comm.node_file import share_memory_file
-from mpistrat.sharding import cut
+from mpistrat.sharding import Box, cut
 from mpistrat.system.text import readable_size
 from mpistrat.values import IndexedSlices
 from mpistrat.variables.axis_split import AxisSplit
@@ -48,15 +48,6 @@ class Making(NamedTuple):
     split_axis: int | None
     modes: Callable[[np.dtype], tuple[object, ...]]
     """Returns what the ranks must agree on besides shape and dtype."""
-
-
-class Block(NamedTuple):
-    """Where the elements that a rank stores lie in the whole, or in the flat whole."""
-
-    shape: tuple[int, ...]
-    """Of the whole."""
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
 
 
 class Whole:
@@ -131,13 +122,13 @@ class Whole:
         """Forget buffers and copies, when the strategy is closed."""
 
     @property
-    def block(self) -> Block | None:
-        """Where the elements lie that this rank stores, ``None`` where it has all or none."""
+    def box(self) -> Box | None:
+        """The part that this rank stores, ``None`` if it stores all elements or none."""
         return None
 
     @property
     def saves_own(self) -> bool:
-        """Whether it is this rank that saves its block, and not one that stores the same."""
+        """Whether it is this rank that saves its box, and not one that stores the same."""
         return True
 
     @property
@@ -228,10 +219,10 @@ class Flat(Whole):
         return IndexedSlices(taken(values, mine), indices[mine] - own.start)
 
     @property
-    def block(self) -> Block:
-        """Where the elements lie that this rank stores, in the flat whole."""
+    def box(self) -> Box:
+        """The part that this rank stores, of the flat whole."""
         own = self.own_elements
-        return Block((math.prod(self.shape),), (own.start,), (len(own),))
+        return Box((math.prod(self.shape),), (own.start,), (len(own),))
 
     @property
     def num_holders(self) -> int:
@@ -492,9 +483,9 @@ class Axis(Whole):
         return cls(split, by.extended), np.array(own, order="C"), own.shape
 
     @property
-    def block(self) -> Block:
-        """Where the part of this rank lies."""
-        return Block(self.shape, self._split.own_offset, self._split.own_shape)
+    def box(self) -> Box:
+        """The part that this rank stores."""
+        return Box(self.shape, self._split.own_offset, self._split.own_shape)
 
     @property
     def saves_own(self) -> bool:

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpistrat.checkpoint.digests import PAGE_BYTES, digest_of_array
-from mpistrat.checkpoint.shards import Extent
-from mpistrat.checkpoint.write import digests_of_runs, join_runs, runs_of_ranks
+from mpistrat.checkpoint.raw_io import Extent, digests_of_runs, join_runs, runs_of_ranks
 
 SIZES = st.dictionaries(st.text("abc", max_size=3), st.integers(0, 9 * PAGE_BYTES), max_size=5)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.checkpoint import raw_io, read, shards
+from mpistrat.checkpoint import async_save, raw_io, read
 
 LARGE = 2**16
 """Elements of the variables that ranks share: 256 KiB of float32."""
@@ -26,13 +26,13 @@ def strategy():
 def blocks_read(monkeypatch):
     """Return the list of the files' bytes that this rank reads from now on."""
     found = []
-    read_at = shards.read_at
+    read_at = raw_io.read_at
 
     def spy(handle, offset, piece):
         found.append((offset, piece.nbytes))
         read_at(handle, offset, piece)
 
-    for module in (read, shards):
+    for module in (read, raw_io):
         monkeypatch.setattr(module, "read_at", spy)
     return found
 
@@ -59,13 +59,13 @@ def test_every_byte_is_verified_by_one_rank_and_read_in_place_by_all(
     path = make(strategy, 1)[0].write(mpi_tmp_path / "run.h5")
     checkpoint, variables = make(strategy, 20)
     verified = []
-    digest_in_file = read.digest_in_file
+    read_through = read.read_through
 
-    def noting(handle, offset, num_bytes, like):
-        verified.append((offset, num_bytes))
-        return digest_in_file(handle, offset, num_bytes, like)
+    def noting(handle, extent):
+        verified.append((extent.offset, extent.num_bytes))
+        return read_through(handle, extent)
 
-    monkeypatch.setattr(read, "digest_in_file", noting)
+    monkeypatch.setattr(read, "read_through", noting)
     memory = {name: variable._storage.ctypes.data for name, variable in variables.items()}
     checkpoint.restore(path).assert_consumed()
     assert holds(variables, 1)
@@ -77,7 +77,8 @@ def test_every_byte_is_verified_by_one_rank_and_read_in_place_by_all(
         variable._storage.nbytes for variable in variables.values()
     )
     assert all(a + n <= b for (a, n), (b, _) in itertools.pairwise(blocks))
-    assert sorted(map(tuple, blocks_read)) == [tuple(each) for each in blocks]
+    in_place = [tuple(each) for each in blocks]
+    assert sorted(map(tuple, blocks_read)) == sorted(in_place + verified)
 
 
 @pytest.mark.mpi
@@ -130,7 +131,7 @@ def test_damage_that_several_ranks_find_is_one_error(strategy, mpi_tmp_path, mon
                 offset += 2**40
             read_at(handle, offset, piece)
 
-        for module in (raw_io, read, shards):
+        for module in (raw_io, read):
             monkeypatch.setattr(module, "read_at", cut)
     strategy.extended._collectives.gather_json(None)
     open_before = len(os.listdir("/proc/self/fd"))
@@ -172,12 +173,12 @@ def test_a_file_is_brought_into_memory_in_order_until_the_body_ends(
 @pytest.mark.mpi
 @pytest.mark.parametrize("cores", [1, 3])
 def test_copies_that_threads_help_with_are_complete(monkeypatch, cores):
-    monkeypatch.setattr(raw_io, "num_cores", lambda: cores)
+    monkeypatch.setattr(async_save, "num_cores", lambda: cores)
     rng = np.random.default_rng(0)
     sources = [rng.random(size) for size in (0, 1, 1000, 100_000, 300_001, 65_536)]
     sources += [rng.random((300, 400)).T, np.float32(3) * np.ones(()), rng.random(90_000) > 0.5]
     for _ in range(20):
-        copies = raw_io.SharedCopies()
+        copies = async_save.SharedCopies()
         targets = [np.zeros(each.shape, each.dtype) for each in sources]
         for target, source in zip(targets, sources, strict=True):
             copies.begin(target, source)

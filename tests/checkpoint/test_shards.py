@@ -1,5 +1,6 @@
 """Shards in a file: what is written part by part is the whole, whatever the parts are."""
 
+import dataclasses
 import itertools
 import os
 
@@ -10,18 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpistrat.checkpoint.format import Header
-from mpistrat.checkpoint.shards import (
+from mpistrat.checkpoint.raw_io import (
     Extent,
-    Room,
+    PageRun,
     Written,
     digests_in_file,
     read_box,
-    sign,
     write_box,
 )
-from mpistrat.checkpoint.torch_hook import Box
+from mpistrat.checkpoint.write import Room
 from mpistrat.checkpoint.writer import create_checkpoint, variable_item
 from mpistrat.errors import CheckpointError
+from mpistrat.sharding import Box
 
 DTYPES = ["u1", "<f2", "<f4", "<f8", "<c16"]
 
@@ -35,12 +36,12 @@ def handle(tmp_path):
 
 def boxes(shape, cuts):
     """Return a grid of boxes that cover an array, cut along each axis."""
-    found = [Box((), ())]
+    found = [Box(tuple(shape), (), ())]
     for length, of_axis in zip(shape, cuts, strict=True):
         edges = sorted({0, length, *(each for each in of_axis if each < length)})
         ranges = [(a, b - a) for a, b in itertools.pairwise(edges)] or [(0, 0)]
         found = [
-            Box((*box.offsets, begin), (*box.sizes, size))
+            Box(box.shape, (*box.offsets, begin), (*box.sizes, size))
             for box in found
             for begin, size in ranges
         ]
@@ -62,9 +63,9 @@ def test_boxes_that_cover_an_array_are_the_array(shape, cuts, dtype, offset):
         for box in boxes(shape, cuts[: len(shape)]):
             selection = tuple(slice(a, a + n) for a, n in zip(box.offsets, box.sizes, strict=True))
             part = np.array(array[selection], order="C")
-            written = write_box(handle, extent, shape, box, part)
+            written = write_box(handle, extent, box, part)
             again = np.zeros(box.sizes, dtype)
-            read_box(handle, extent, shape, box, again)
+            read_box(handle, extent, box, again)
             assert np.array_equal(again, part)
             parity, num_items = parity ^ written.parity, num_items + written.num_items
         assert os.pread(handle, array.nbytes, offset) == array.tobytes()
@@ -92,15 +93,13 @@ def test_what_the_ranks_have_not_written_as_they_say_is_no_checkpoint(tmp_path, 
     path = tmp_path / "run.h5"
     array = np.arange(4.0)
     with pytest.raises(CheckpointError, match=words), create_checkpoint(path, Header()) as writer:
-        room = Room.reserve(writer, {"x": variable_item("x", array)})
-        extent = room.extents["x"]
+        room = Room.reserve(writer, str(path), [variable_item("x", array)])
         written = [
-            write_box(writer.handle, extent, (4,), Box((begin,), (2,)), array[begin : begin + size])
+            room.write_part(writer.handle, "x", Box((4,), (begin,), (2,)), array[begin:][:size])
             for begin, size in parts
         ]
-        assert Room("/none", room.inode, {}).open() is None
-        assert Room(room.path, room.inode + 1, {}).open() is None
-        os.ftruncate(writer.handle, extent.offset + extent.num_bytes)
-        found = digests_in_file(writer.handle, room.extents, 1)
-        sign(writer, str(path), {"x": written}, found)
+        assert dataclasses.replace(room, temporary="/none").open() is None
+        assert dataclasses.replace(room, inode=room.inode + 1).open() is None
+        found = room.read_back([PageRun("x", 0, 1)], 1)
+        room.sign(writer, [{"x": written}], found)
     assert os.listdir(tmp_path) == []

@@ -3,7 +3,7 @@
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from mpistrat.checkpoint.ranks import share_out
+from mpistrat.checkpoint.raw_io import share_out
 
 
 @given(

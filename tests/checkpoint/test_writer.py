@@ -144,7 +144,7 @@ def test_values_of_another_program_are_read_where_they_lie(file, tmp_path, userb
     with open_checkpoint(path) as reader:
         for name, value in values.items():
             assert np.array_equal(reader.read_variable(name), value)
-            assert (reader.offset_of(name) is None) == (name != "kernel")
+            assert (reader.extent_of(name) is None) == (name != "kernel")
         reader.verify()
 
 

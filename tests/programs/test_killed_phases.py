@@ -12,11 +12,11 @@ from tests.programs.running import Case, check, run_case
 pytestmark = pytest.mark.launches
 
 PHASES = {
-    "room": ("mpistrat.checkpoint.shards", "Room.reserve", [0]),
+    "room": ("mpistrat.checkpoint.write", "Room.reserve", [0]),
     "rows": ("mpistrat.checkpoint.write", "write_box", [0, 1]),
-    "digests": ("mpistrat.checkpoint.write", "digests_in_file", [0, 1]),
+    "digests": ("mpistrat.checkpoint.raw_io", "digests_in_file", [0, 1]),
     "join": ("mpistrat.checkpoint.write", "join_runs", [0]),
-    "mirrored": ("mpistrat.checkpoint.write", "ParallelWriting._write_own", [0, 1]),
+    "mirrored": ("mpistrat.checkpoint.write", "_Share.write", [0, 1]),
     "flush": ("os", "fsync", [0]),
     "name": ("os", "replace", [0]),
 }

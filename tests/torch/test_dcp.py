@@ -474,7 +474,7 @@ def test_damage_is_found_before_any_tensor_changes(path):
     save({"m": {"a": full, "b": full.clone()}, "step": 1}, path)
     if dist.get_rank() == 0:
         with open_checkpoint(path) as reader:
-            offset = reader.offset_of("m/b")
+            offset = reader.extent_of("m/b").offset
         with open(path, "r+b") as file:
             file.seek(offset + 399_999)
             file.write(b"\x99")

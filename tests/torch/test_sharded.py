@@ -137,7 +137,7 @@ def test_damage_of_a_sharded_tensor_changes_nothing(path):
     ms.Checkpoint(model=Weight(torch.ones(1000, 300), mesh, [Shard(0)])).write(path)
     if dist.get_rank() == 0:
         with open_checkpoint(path) as reader:
-            offset = reader.offset_of("model/weight")
+            offset = reader.extent_of("model/weight").offset
         with open(path, "r+b") as file:
             file.seek(offset + 1_000_000)
             file.write(b"\x99")

@@ -1,4 +1,4 @@
-"""Collecting state on rank 0, which stays in step with the other ranks if it fails."""
+"""Plan of a save: its arrays and states, which are checked, and the ranks that write each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import logging
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -17,7 +16,7 @@ from mpistrat.arrays import Array, host_view
 from mpistrat.checkpoint.deferred import check_nothing_waits
 from mpistrat.checkpoint.digests import digest_of_text
 from mpistrat.checkpoint.drift_at_save import drifted_variables, mirrored_digests, tensor_digests
-from mpistrat.checkpoint.format import Header, is_storable
+from mpistrat.checkpoint.format import REPLICAS, Header, is_storable
 from mpistrat.checkpoint.json_marks import marked
 from mpistrat.checkpoint.object_graph import Tree, split_object, walk
 from mpistrat.checkpoint.ownership import (
@@ -28,35 +27,37 @@ from mpistrat.checkpoint.ownership import (
     writes_here,
 )
 from mpistrat.checkpoint.ranks import agree_on_path, collectives_for_save
+from mpistrat.checkpoint.raw_io import BYTES_WORTH_A_THREAD
 from mpistrat.checkpoint.replica_state import (
     PerReplicaState,
     assign_replicas,
     gather_states,
 )
 from mpistrat.checkpoint.state_json import SplitState, split_state
-from mpistrat.checkpoint.torch_hook import Box, TensorArray, TensorState
+from mpistrat.checkpoint.torch_hook import TensorArray, TensorState
 from mpistrat.checkpoint.writer import (
     BufferLifetime,
     Item,
-    replicas_item,
+    Parts,
     state_item,
     variable_item,
 )
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.errors import CheckpointError, ContextError
+from mpistrat.sharding import Box
 from mpistrat.system.digests import digest_of_values
 from mpistrat.system.text import rank_list
 from mpistrat.trackable import Trackable
 from mpistrat.variables import MirroredVariable, SyncOnReadVariable, Variable
 from mpistrat.variables.drift import digest_of
 from mpistrat.variables.kinds import WrittenTogether
-from mpistrat.variables.placement import BYTES_PER_PIECE, Block
+from mpistrat.variables.placement import BYTES_PER_PIECE
 
 _logger = logging.getLogger("mpistrat")
 
 
-class StateCollector:
-    """The state of the objects below `root`, checked and on its way to rank 0.
+class SavePlan:
+    """What a save of the objects below `root` writes.
 
     Making one is **Collective**: all ranks prove that they have the same objects, and that these
     can be saved.
@@ -65,6 +66,10 @@ class StateCollector:
     ----------
     collectives : Collectives
     path : str
+    writers : Writers or None
+        The ranks that the path belongs to from now on.
+    writes_here : bool
+        Whether this job's part of the ranks writes the file; outside of strategies rank 0.
     """
 
     def __init__(
@@ -92,7 +97,6 @@ class StateCollector:
         """Whether sharded tensors stay where they are, and are not brought to rank 0."""
         self.writers = Writers.of(self.collectives)
         self.writes_here = writes_here(tree, self.collectives)
-        """Whether this job's part of the ranks writes the file; outside of strategies rank 0."""
         if not self.writes_here:
             _warn_of_root(what)
         elif self.collectives.size == 1:
@@ -196,9 +200,12 @@ class StateCollector:
             if variable._placement.is_in_parts and self._keeps_parts(variable):
                 yield _item_of_parts(name, variable, self._is_parallel)
             else:
-                yield _item_of(name, variable, name in self._drifted)
+                is_equal = name not in self._drifted
+                yield _item_of_variable(name, variable, self._is_parallel and is_equal)
             if isinstance(variable, SyncOnReadVariable) and variable._saves_components:
-                yield replicas_item(name, variable._components_for_root())
+                components = variable._components_for_root()
+                shape = self.collectives.layout.num_replicas, *variable.shape
+                yield Item(REPLICAS, name, shape, variable.dtype, {}, components)
         for name, state in self._states.items():
             yield from self._items_of_state(name, state)
         for name, own in self._of_replicas.items():
@@ -213,8 +220,7 @@ class StateCollector:
 
     def _keeps_parts(self, variable: Variable) -> bool:
         """Return whether rank 0 need not have all parts of a variable at once."""
-        num_bytes = math.prod(variable.full_shape) * variable.dtype.itemsize
-        return self._keeps_shards and num_bytes > BYTES_PER_PIECE
+        return self._keeps_shards and _num_bytes(variable) > BYTES_PER_PIECE
 
     def _items_of_state(self, name: str, state: SplitState) -> Iterator[Item]:
         rest, arrays = state
@@ -222,21 +228,26 @@ class StateCollector:
         mirrored = self._keys.get(name, ())
         for key, array in arrays.items():
             path = f"{name}/{key}"
+            is_large = array.size * array.dtype.itemsize >= BYTES_WORTH_A_THREAD
+            is_equal = key in mirrored and path not in self._drifted
             if isinstance(array, np.ndarray):
                 yield variable_item(path, array)
             elif self._keeps_shards and array.mesh:
-                yield _sharded_item(path, array)
+                yield _item_of_tensor(path, array, parts=Parts(array.mesh, array.shards))
             elif array.num_ranks:
-                item = _item_of_tensor(path, array, BufferLifetime.BRIEF)
-                yield item if self.collectives.rank == 0 else replace(item, array=None)
-                del item  # the whole of it, on every rank
-            elif self._is_parallel and key in mirrored and path not in self._drifted:
-                yield _item_of_tensor(path, array, BufferLifetime.EVERYWHERE)
+                whole = np.asarray(array)  # on every rank
+                own = whole if self.collectives.rank == 0 else None
+                del whole
+                yield _item_of_tensor(path, array, own, life=BufferLifetime.BRIEF)
+                del own
+            elif self._is_parallel and is_large and is_equal:
+                life = BufferLifetime.EVERYWHERE
+                yield _item_of_tensor(path, array, np.asarray(array), life=life)
             elif self.collectives.rank == 0:
                 # A view shows memory of the tensor, which stays. A copy belongs to this item, and
                 # goes with it.
                 life = BufferLifetime.LONG if array.is_view else BufferLifetime.BRIEF
-                yield _item_of_tensor(path, array, life)
+                yield _item_of_tensor(path, array, np.asarray(array), life=life)
 
 
 @functools.cache
@@ -250,8 +261,11 @@ def _warn_of_root(what: str) -> None:
     )
 
 
-def _item_of(name: str, variable: Variable, has_drifted: bool) -> Item:
-    """Bring the values of one variable to rank 0. **Collective**."""
+def _item_of_variable(name: str, variable: Variable, is_divided: bool) -> Item:
+    """Bring the values of one variable to rank 0. **Collective**.
+
+    If `is_divided`, ranks that have the same values divide the large variables among them.
+    """
     value = variable._save_value()
     placement = variable._placement
     # The value is either the storage of the variable itself, which stays until the end of the save,
@@ -259,72 +273,56 @@ def _item_of(name: str, variable: Variable, has_drifted: bool) -> Item:
     is_kept = placement.is_here and value is variable._storage
     life = BufferLifetime.LONG if is_kept else BufferLifetime.BRIEF
     is_whole = isinstance(variable, MirroredVariable) and not placement.is_in_parts
-    if is_whole and not has_drifted:
+    if is_divided and is_whole and _num_bytes(variable) >= BYTES_WORTH_A_THREAD:
         life = BufferLifetime.EVERYWHERE
-    return replace(_described(name, variable, value), life=life)
-
-
-def _described(name: str, variable: Variable, value: Array | None) -> Item:
-    return variable_item(
-        name,
-        value,
-        synchronization=variable.synchronization.name,
-        aggregation=variable.aggregation.name,
-        trainable=variable.trainable,
-    )
+    return _described(name, variable, array=value, life=life)
 
 
 def _item_of_parts(name: str, variable: Any, is_parallel: bool) -> Item:
-    """Return an item whose values each rank writes, or which come to rank 0 in pieces."""
-    # It has the shape and dtype of the whole variable and no memory for it: all elements are the
-    # same zero, with strides of 0.
-    blank = np.broadcast_to(np.zeros((), variable.dtype), variable.full_shape)
-    item = _described(name, variable, blank)
-    block = variable._placement.block
-    if is_parallel and block is not None and isinstance(variable, WrittenTogether):
-        return replace(item, tensor=_OwnBlock(variable, block))
-    return replace(item, pieces=variable._pieces_for_root())
+    """Return an item whose parts the ranks write, or whose pieces are sent to rank 0."""
+    placement = variable._placement
+    box = placement.box
+    if not is_parallel or box is None or not isinstance(variable, WrittenTogether):
+        return _described(name, variable, pieces=variable._pieces_for_root())
+
+    def own() -> list[tuple[Box, np.ndarray]]:
+        return [(box, host_view(variable.part))] if placement.saves_own else []
+
+    return _described(name, variable, parts=Parts(f"{placement.num_holders} parts", own))
 
 
-class _OwnBlock:
-    """What this rank stores of a variable, as `ShardedWriting` takes it."""
+def _described(name: str, variable: Variable, array: Array | None = None, **values: Any) -> Item:
+    return variable_item(
+        name,
+        array,
+        shape=variable.full_shape,
+        dtype=variable.dtype,
+        synchronization=variable.synchronization.name,
+        aggregation=variable.aggregation.name,
+        trainable=variable.trainable,
+        **values,
+    )
 
-    is_view = True
-    is_here = True
 
-    def __init__(self, variable: Variable, block: Block) -> None:
-        self._variable, self._block = variable, block
-        self.shape, self.dtype = block.shape, variable.dtype
-        self.size = math.prod(block.shape)
-        self.tensor_dtype = variable.dtype.name
-        self.num_ranks = variable._placement.num_holders
-        self.mesh = f"{self.num_ranks} parts"
-
-    def shards(self) -> Iterator[tuple[Box, np.ndarray]]:
-        """Yield the elements that this rank saves, and where they lie."""
-        if self._variable._placement.saves_own:
-            yield Box(self._block.offsets, self._block.sizes), host_view(self._variable.part)
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        raise NotImplementedError  # no rank has all of it
+def _num_bytes(variable: Variable) -> int:
+    return math.prod(variable.full_shape) * variable.dtype.itemsize
 
 
 def _is_mirrored(stateful: object) -> TypeGuard[TensorState]:
     return isinstance(stateful, TensorState) and stateful.is_mirrored
 
 
-def _item_of_tensor(path: str, array: TensorArray, life: BufferLifetime) -> Item:
-    stored, own = array.dtype.name, array.tensor_dtype
+def _item_of_tensor(
+    path: str, tensor: TensorArray, array: np.ndarray | None = None, **values: Any
+) -> Item:
     return variable_item(
-        path, np.asarray(array), tensor_dtype="" if stored == own else own, life=life
+        path,
+        array,
+        shape=tensor.shape,
+        dtype=tensor.dtype,
+        tensor_dtype=tensor.tensor_dtype,
+        **values,
     )
-
-
-def _sharded_item(path: str, array: TensorArray) -> Item:
-    blank = np.broadcast_to(np.zeros((), array.dtype), array.shape)
-    stored, own = array.dtype.name, array.tensor_dtype
-    item = variable_item(path, blank, tensor_dtype="" if stored == own else own)
-    return replace(item, tensor=array)
 
 
 def _check_savable(tree: Tree) -> None:
