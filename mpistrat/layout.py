@@ -6,6 +6,7 @@ rank. Only this file turns ranks into replicas.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -78,7 +79,7 @@ class Layout:
             f"{self.ranks_per_replica}"
         )
 
-    @property
+    @functools.cached_property
     def num_replicas(self) -> int:
         """How many replicas all ranks make up."""
         return self.num_ranks // self.ranks_per_replica if self.total is None else self.total

@@ -16,7 +16,6 @@ import numpy as np
 
 from mpistrat.arrays import Array, pieces
 from mpistrat.checkpoint.format import VARIABLES, Header
-from mpistrat.checkpoint.ownership import Writers
 from mpistrat.checkpoint.plan import SavePlan
 from mpistrat.checkpoint.raw_io import (
     BYTES_PER_PIECE,
@@ -25,8 +24,7 @@ from mpistrat.checkpoint.raw_io import (
     pieces_on_host,
 )
 from mpistrat.checkpoint.reader import open_checkpoint
-from mpistrat.checkpoint.write import FirstError
-from mpistrat.checkpoint.writer import BufferLifetime, Item, create_checkpoint
+from mpistrat.checkpoint.writer import BufferLifetime, FirstError, Item, Writers, create_checkpoint
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.errors import CheckpointError
 from mpistrat.mpi.world import failed_world_ranks, started_world

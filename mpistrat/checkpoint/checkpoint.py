@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from mpistrat.checkpoint.object_graph import check_can_hold_state, walk
+from mpistrat.checkpoint.object_graph import check_can_hold_state, collectives_for, walk
 from mpistrat.checkpoint.plan import SavePlan
-from mpistrat.checkpoint.ranks import collectives_for
 from mpistrat.checkpoint.restore import RestoreStatus, restore
-from mpistrat.checkpoint.write import file_of_root, write_together
+from mpistrat.checkpoint.write import write_together
+from mpistrat.checkpoint.writer import file_of_root
 from mpistrat.system.migration import hint_for
 from mpistrat.system.text import brief, html_table
 from mpistrat.tracing.spans import spanned
@@ -54,7 +54,8 @@ def save(
             else:
                 file.write(item)
             del item  # or the next would come while this one is there
-        write_together(file, collectives, _WHAT, target, shared)
+        if shared:
+            write_together(file, collectives, _WHAT, target, shared)
     if collectives.rank == 0:
         _logger.info("Checkpoint %s written in %.2f s", target, time.perf_counter() - began_s)
     return target

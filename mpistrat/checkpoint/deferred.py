@@ -13,15 +13,17 @@ from typing import Any
 import numpy as np
 
 from mpistrat.checkpoint.object_graph import PlacedSlot, Tree, slot_paths, split_object, walk
-from mpistrat.checkpoint.replica_state import Kept, PerReplicaState, assign_replicas, load_kept
+from mpistrat.checkpoint.read import Kept, Shape
+from mpistrat.checkpoint.replica_state import PerReplicaState, assign_replicas
 from mpistrat.checkpoint.state_json import join_state
 from mpistrat.checkpoint.torch_hook import LoadedShard, TensorState
-from mpistrat.errors import CheckpointError, CheckpointMismatchError
+from mpistrat.errors import CheckpointMismatchError
 from mpistrat.layout import Layout
 from mpistrat.sharding import Box
 from mpistrat.system.units import on_undo
 from mpistrat.trackable import Dependent, Trackable
 from mpistrat.variables import Variable
+from mpistrat.variables.kinds import load_components, saves_components
 
 
 class StateLoading:
@@ -107,10 +109,6 @@ def _state_before(stateful: Any) -> Any:
     if isinstance(stateful, TensorState) and stateful.replaces_tensors:
         return stateful.state_dict()
     return copy.deepcopy(stateful.state_dict())
-
-
-Shape = tuple[tuple[int, ...], np.dtype]
-"""Shape and dtype."""
 
 
 def check_shapes(path: str, tree: Tree, stored: dict[str, Shape], state: Mapping[str, Any]) -> None:
@@ -210,16 +208,6 @@ def _difference(name: str, stored: Shape, own: Shape) -> str:
 def describe(shape: tuple[int, ...], dtype: np.dtype | str) -> str:
     """Return shape and dtype as messages show them."""
     return f"{dtype} of shape {shape}"
-
-
-def shapes_as_json(shapes: Mapping[str, Shape]) -> Any:
-    """Return shapes and dtypes as a JSON value."""
-    return [[name, shape, dtype.str] for name, (shape, dtype) in shapes.items()]
-
-
-def shapes_from_json(value: Any) -> dict[str, Shape]:
-    """Return the shapes that `shapes_as_json` converted."""
-    return {name: (tuple(shape), np.dtype(dtype)) for name, shape, dtype in value}
 
 
 @dataclass(frozen=True)
@@ -339,7 +327,7 @@ class Restoration:
         for path, variable in tree.variables.items():
             if path in self.arrays:
                 variable._load_value(self.arrays[path])
-                load_kept(variable, self.components.pop(path, None))
+                _load_kept(variable, self.components.pop(path, None))
 
     def take(self, tree: Tree, filled: Iterable[str] = ()) -> None:
         """Forget what the objects of `tree` have received, and wait for their later children.
@@ -430,33 +418,26 @@ class Waiting:
         return {
             f"{prefix}/{rest}" if prefix else rest: (of, self.restoration.path)
             for path, of in self.restoration.left().items()
-            if (rest := _below(path, self.prefix)) is not None
+            if (rest := below(path, self.prefix)) is not None
         }
+
+
+def _load_kept(variable: Variable, kept: Kept | None) -> None:
+    """Set the components of a variable that was made after the restore. Local."""
+    if kept is None or not saves_components(variable):
+        return
+    num_replicas, rows = kept
+    extended = variable.strategy.extended
+    has_all = rows.keys() >= set(extended.local_replica_ids)
+    if extended._layout.num_replicas == num_replicas and has_all:
+        load_components(variable, rows)
 
 
 def _ids(variables: dict[str, Variable]) -> set[int]:
     return {id(variable) for variable in variables.values()}
 
 
-def check_nothing_waits(what: str, root: Trackable, tree: Tree) -> None:
-    """Refuse to save while restored values wait for objects below `root`, whose `tree` it is."""
-    waiting: dict[str, tuple[str, str]] = {}
-    for prefix, trackable in {"": root, **tree.trackables}.items():  # parents come first
-        hook = trackable._on_new_child
-        if isinstance(hook, Waiting):
-            # What it waits for itself counts, not what an object above expects for it.
-            waiting = {path: each for path, each in waiting.items() if _below(path, prefix) is None}
-            waiting |= hook.missing_below(prefix)
-    if waiting:
-        lines = [f"  {path} ({of}) from {file}" for path, (of, file) in sorted(waiting.items())]
-        raise CheckpointError(
-            f"{what}: restored values still wait for their objects, and would be missing in the "
-            "new file:\n" + "\n".join(lines) + "\nAttach these objects first, or call "
-            "expect_partial() on the status of Checkpoint.restore() where this is meant."
-        )
-
-
-def _below(path: str, prefix: str) -> str | None:
+def below(path: str, prefix: str) -> str | None:
     """Return the rest of `path` below `prefix`, ``None`` if it lies elsewhere."""
     if not prefix:
         return path

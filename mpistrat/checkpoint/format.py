@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import time
 from dataclasses import asdict, dataclass
@@ -158,3 +159,13 @@ def check_path(path: str) -> None:
 def is_path_part(name: str) -> bool:
     """Return whether `name` can stand between two ``/`` of an object path."""
     return name not in ("", ".", "..") and "/" not in name and "\0" not in name
+
+
+def checked_path(what: str, path: str | os.PathLike[str]) -> str:
+    """Return the path of a file as a string, unchanged, or raise why it is none."""
+    name = os.fspath(path) if isinstance(path, str | os.PathLike) else path
+    if not isinstance(name, str):
+        raise TypeError(f"{what} needs a path as a string or pathlib.Path, not {path!r}.")
+    if not name or "\0" in name:
+        raise ValueError(f"{what} needs a path, but {name!r} is none.")
+    return name

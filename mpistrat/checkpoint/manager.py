@@ -14,10 +14,9 @@ from typing import Any
 from mpistrat.arguments import as_bool, as_integer
 from mpistrat.checkpoint.async_save import BackgroundSaver
 from mpistrat.checkpoint.checkpoint import Checkpoint, save
-from mpistrat.checkpoint.drift_at_save import check_drift_option
-from mpistrat.checkpoint.object_graph import Tree, walk
-from mpistrat.checkpoint.ownership import writes_here
-from mpistrat.checkpoint.ranks import checked_path, collectives_for
+from mpistrat.checkpoint.format import checked_path
+from mpistrat.checkpoint.object_graph import Tree, collectives_for, walk
+from mpistrat.checkpoint.plan import check_drift_option, writes_here
 from mpistrat.checkpoint.restore import restore
 from mpistrat.checkpoint.retention import (
     PREFIX,

@@ -1,4 +1,4 @@
-"""Object graph of a checkpoint: which objects hold state, and under which paths.
+"""Object graph of a checkpoint: which objects hold state, under which paths, of which strategy.
 
 Attribute names and dict keys are joined by ``/``, list items count by number:
 ``model/layers/0/kernel``.
@@ -13,10 +13,13 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from mpistrat.arrays import Array, host_view, is_array, namespace_of
+from mpistrat import context
+from mpistrat.arrays import Array, Device, host_view, is_array, namespace_of
 from mpistrat.checkpoint.format import check_path
 from mpistrat.checkpoint.state_json import SplitState, split_state
-from mpistrat.checkpoint.torch_hook import TensorState, tensor_state
+from mpistrat.checkpoint.torch_hook import TensorState, tensor_state, world_strategy
+from mpistrat.collectives.collectives import Collectives
+from mpistrat.errors import ContextError
 from mpistrat.trackable import Dependent, Reach, Trackable, has_attributes, walk_objects
 from mpistrat.variables import Variable
 
@@ -283,3 +286,53 @@ def check_disjoint(paths: list[str]) -> None:
                     f"{above!r} and {path!r} cannot both be saved: the first would be a file "
                     "entry and a folder at once. Rename one of them."
                 )
+
+
+def collectives_for(tree: Tree, what: str) -> Collectives:
+    """Return the collectives of the strategy of the objects in `tree`. Local.
+
+    Where they have none, those of the current strategy, then of PyTorch's process group of all
+    ranks, then for objects other than variables those of the only strategy on several ranks that
+    is open; else those of one process without MPI.
+    """
+    strategy = strategy_of(tree, what)
+    if strategy is None:
+        return Collectives.solo(Device("cpu"))
+    strategy.extended._check_may_save(what)
+    kind = context.mode_for(strategy, what)
+    if kind is not context.Kind.CROSS_REPLICA:
+        raise ContextError(
+            f"{what} needs the cross-replica context, but this is the {kind.value} of "
+            f"{strategy!r}. Call it outside strategy.run, or inside merge_call."
+        )
+    collectives: Collectives = strategy.extended._collectives
+    return collectives
+
+
+def strategy_of(tree: Tree, what: str) -> Any:
+    """Return the strategy of the objects in `tree`, as `collectives_for`, or ``None``."""
+    found: dict[int, Any] = {}
+    groups: tuple[dict[str, Any], ...] = (tree.variables, tree.stateful, tree.trackables)
+    for group in groups:
+        for each in group.values():
+            strategy = getattr(each, "strategy", None)
+            if _distributes(strategy):
+                found[id(strategy)] = strategy
+    if len(found) > 1:
+        raise ContextError(
+            f"{what}: the objects belong to several strategies, "
+            f"{', '.join(map(repr, found.values()))}. Use one checkpoint for each."
+        )
+    if found:
+        return next(iter(found.values()))
+    frame = context.current()
+    if frame is not None and _distributes(frame.strategy):
+        return frame.strategy
+    strategy = world_strategy()
+    if strategy is None and not tree.variables and (tree.stateful or tree.trackables):
+        strategy = context.only_open_strategy()
+    return strategy
+
+
+def _distributes(strategy: Any) -> bool:
+    return bool(getattr(getattr(strategy, "extended", None), "_distributes_variables", False))

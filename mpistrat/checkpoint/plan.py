@@ -7,53 +7,63 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeGuard
 
 import numpy as np
 
+from mpistrat import context
+from mpistrat.arguments import as_bool
 from mpistrat.arrays import Array, host_view
-from mpistrat.checkpoint.deferred import check_nothing_waits
-from mpistrat.checkpoint.digests import digest_of_text
-from mpistrat.checkpoint.drift_at_save import drifted_variables, mirrored_digests, tensor_digests
-from mpistrat.checkpoint.format import REPLICAS, Header, is_storable
-from mpistrat.checkpoint.json_marks import marked
-from mpistrat.checkpoint.object_graph import Tree, split_object, walk
-from mpistrat.checkpoint.ownership import (
-    Replaces,
-    Writers,
-    check_may_replace,
-    warn_if_unconnected,
-    writes_here,
+from mpistrat.checkpoint.deferred import Waiting, below
+from mpistrat.checkpoint.differences import (
+    drifted_variables,
+    refuse_differing,
+    refuse_differing_state,
 )
-from mpistrat.checkpoint.ranks import agree_on_path, collectives_for_save
+from mpistrat.checkpoint.digests import digest_of_text
+from mpistrat.checkpoint.format import REPLICAS, Header, checked_path, is_storable
+from mpistrat.checkpoint.object_graph import (
+    Tree,
+    collectives_for,
+    split_object,
+    strategy_of,
+    walk,
+)
 from mpistrat.checkpoint.raw_io import BYTES_WORTH_A_THREAD
 from mpistrat.checkpoint.replica_state import (
     PerReplicaState,
     assign_replicas,
     gather_states,
 )
-from mpistrat.checkpoint.state_json import SplitState, split_state
-from mpistrat.checkpoint.torch_hook import TensorArray, TensorState
+from mpistrat.checkpoint.state_json import SplitState, marked, split_state
+from mpistrat.checkpoint.torch_hook import TensorArray, TensorState, world_strategy
 from mpistrat.checkpoint.writer import (
     BufferLifetime,
     Item,
     Parts,
+    Replaces,
+    Writers,
+    check_may_replace,
     state_item,
     variable_item,
 )
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.errors import CheckpointError, ContextError
+from mpistrat.mpi.launcher import find_launcher, is_one_of_several, unconnected_task
+from mpistrat.mpi.world import is_started, started_world
 from mpistrat.sharding import Box
 from mpistrat.system.digests import digest_of_values
-from mpistrat.system.text import rank_list
 from mpistrat.trackable import Trackable
+from mpistrat.user_warnings.once import warn_once
 from mpistrat.variables import MirroredVariable, SyncOnReadVariable, Variable
-from mpistrat.variables.drift import digest_of
-from mpistrat.variables.kinds import WrittenTogether
+from mpistrat.variables.kinds import WrittenTogether, components_for_root
 from mpistrat.variables.placement import BYTES_PER_PIECE
 
 _logger = logging.getLogger("mpistrat")
+
+_WHEN_DRIFTED = ("warn", "raise", "ignore")
+"""What a save does about replicas that differ."""
 
 
 class SavePlan:
@@ -83,15 +93,16 @@ class SavePlan:
         overwrite: bool | None = None,
     ) -> None:
         self._tree = tree = walk(root._checkpoint_children())
-        self.collectives: Collectives = collectives_for_save(tree, what)
+        self.collectives: Collectives = _collectives_for(tree, what)
         replaces = Replaces.OWN_NAMES
         if overwrite is not None:
             replaces = Replaces.ANYTHING if overwrite else Replaces.CHECKPOINTS
-        self.path = agree_on_path(
-            *(self.collectives, what, path, drift),
-            parallel=parallel,
-            overwrite=False if overwrite is None else overwrite,
-        )
+        with self.collectives.call(what) as call:
+            self.path = checked_path(what, path)
+            check_drift_option(drift)
+            replaces_all = False if overwrite is None else as_bool("overwrite", overwrite)
+            switches = {"parallel": as_bool("parallel", parallel), "overwrite": replaces_all}
+            call.agree(self.path, drift, switches)
         self._what = what
         self._keeps_shards = keeps_shards
         """Whether sharded tensors stay where they are, and are not brought to rank 0."""
@@ -100,7 +111,7 @@ class SavePlan:
         if not self.writes_here:
             _warn_of_root(what)
         elif self.collectives.size == 1:
-            warn_if_unconnected(what, self.path)
+            _warn_if_unconnected(what, self.path)
         self._states: dict[str, SplitState] = {}
         self._of_replicas: dict[str, list[SplitState]] = {}
         """What each `PerReplicaState` has on this rank, by path."""
@@ -117,9 +128,9 @@ class SavePlan:
         # Paths first: states and values can be compared by name only if all ranks have the same
         # names.
         if any(each[0] != of_ranks[0][0] for each in of_ranks):
-            _refuse_differing(self.collectives, what, self.path, tree)
+            refuse_differing(self.collectives, what, self.path, tree.paths())
         if any(each[1] != of_ranks[0][1] for each in of_ranks):
-            _refuse_differing_state(self.collectives, what, self._digests)
+            refuse_differing_state(self.collectives, what, self._digests)
         if any(each[2:] != of_ranks[0][2:] for each in of_ranks):
             self._drifted = drifted_variables(
                 self.collectives, what, tree.variables, self._mirrored, drift
@@ -134,7 +145,7 @@ class SavePlan:
         if self._tree.stateful:
             assign_replicas(self._tree.stateful.values(), self.collectives.layout)
         if self.collectives.rank == 0:  # expect_partial() may have been called there alone
-            check_nothing_waits(self._what, root, self._tree)
+            _check_nothing_waits(self._what, root, self._tree)
         self._digests: dict[str, str] = {}
         is_compared = self.collectives.size > 1
         for name, each in self._tree.stateful.items():
@@ -149,12 +160,21 @@ class SavePlan:
                 self._digests[name] = _digest_of_state(state, with_values=not _is_mirrored(each))
         for name, variable in self._tree.variables.items():
             if is_compared and not isinstance(variable, WrittenTogether | SyncOnReadVariable):
-                self._digests[name] = f"{digest_of(variable._storage):016x}"
+                self._digests[name] = _digest_of_variable(variable)
         # Kept apart from `_digests`: a difference there refuses the save, while `drift` may ask
         # only for a warning here.
         if is_compared and drift != "ignore":
-            self._mirrored = mirrored_digests(self._tree.variables)
-            self._mirrored |= tensor_digests(self._states, self._keys)
+            self._mirrored = {
+                name: _digest_of_variable(each)
+                for name, each in self._tree.variables.items()
+                if isinstance(each, MirroredVariable)
+            }
+            self._mirrored |= {
+                f"{name}/{key}": _digest_of_array(np.asarray(array))
+                for name, keys in self._keys.items()
+                for key, array in self._states[name][1].items()
+                if key in keys and (isinstance(array, np.ndarray) or not array.num_ranks)
+            }
         groups = self._tree.paths(), self._digests.values(), self._mirrored.values()
         paths, states, mirrored = map(_digest_of_texts, groups)
         return paths, states, mirrored
@@ -202,8 +222,8 @@ class SavePlan:
             else:
                 is_equal = name not in self._drifted
                 yield _item_of_variable(name, variable, self._is_parallel and is_equal)
-            if isinstance(variable, SyncOnReadVariable) and variable._saves_components:
-                components = variable._components_for_root()
+            if self.collectives.arithmetic and isinstance(variable, SyncOnReadVariable):
+                components = components_for_root(variable)
                 shape = self.collectives.layout.num_replicas, *variable.shape
                 yield Item(REPLICAS, name, shape, variable.dtype, {}, components)
         for name, state in self._states.items():
@@ -248,6 +268,13 @@ class SavePlan:
                 # goes with it.
                 life = BufferLifetime.LONG if array.is_view else BufferLifetime.BRIEF
                 yield _item_of_tensor(path, array, np.asarray(array), life=life)
+
+
+def check_drift_option(drift: object) -> None:
+    """Refuse another value of the argument `drift` than `_WHEN_DRIFTED`."""
+    if drift not in _WHEN_DRIFTED:
+        allowed = ", ".join(map(repr, _WHEN_DRIFTED))
+        raise ValueError(f"drift must be one of {allowed}, not {drift!r}.")
 
 
 @functools.cache
@@ -325,6 +352,49 @@ def _item_of_tensor(
     )
 
 
+def _collectives_for(tree: Tree, what: str) -> Collectives:
+    """Return the collectives of a save of the objects in `tree`. **Collective** in one case.
+
+    As `collectives_for`; but a tree without variables, which no strategy of the program owns, is
+    compared by all ranks of the job, if they are connected.
+    """
+    if tree.variables or strategy_of(tree, what) is not None:
+        return collectives_for(tree, what)
+    world = started_world() if is_started() else None
+    has_others = is_one_of_several() if world is None else world.size > 1
+    if not has_others:
+        return collectives_for(tree, what)
+    alone = [path for path, each in tree.stateful.items() if isinstance(each, PerReplicaState)]
+    if alone:
+        raise CheckpointError(
+            f"{what}: {alone} are PerReplicaState, but it is unknown to which strategy's replicas "
+            "they belong, as this is outside of every scope. Save them in the scope of their "
+            'strategy: "with strategy.scope():".'
+        )
+    if world is None:
+        return collectives_for(tree, what)
+    collectives: Collectives = context.strategy_of_world().extended._collectives
+    return collectives
+
+
+def _check_nothing_waits(what: str, root: Trackable, tree: Tree) -> None:
+    """Refuse to save while restored values wait for objects below `root`, whose `tree` it is."""
+    waiting: dict[str, tuple[str, str]] = {}
+    for prefix, trackable in {"": root, **tree.trackables}.items():  # parents come first
+        hook = trackable._on_new_child
+        if isinstance(hook, Waiting):
+            # What it waits for itself counts, not what an object above expects for it.
+            waiting = {path: each for path, each in waiting.items() if below(path, prefix) is None}
+            waiting |= hook.missing_below(prefix)
+    if waiting:
+        lines = [f"  {path} ({of}) from {file}" for path, (of, file) in sorted(waiting.items())]
+        raise CheckpointError(
+            f"{what}: restored values still wait for their objects, and would be missing in the "
+            "new file:\n" + "\n".join(lines) + "\nAttach these objects first, or call "
+            "expect_partial() on the status of Checkpoint.restore() where this is meant."
+        )
+
+
 def _check_savable(tree: Tree) -> None:
     if tree.empty:
         raise TypeError(
@@ -340,38 +410,6 @@ def _check_savable(tree: Tree) -> None:
             )
 
 
-def _refuse_differing(collectives: Collectives, what: str, path: str, tree: Tree) -> None:
-    """Raise on every rank how the objects of the first rank that differs do. **Collective**."""
-    own = tree.paths()
-    first = collectives.broadcast_json(own)
-    with collectives.common_outcome(what, path):
-        if own != first:
-            differing = sorted(set(own) ^ set(first)) or "only in their order"
-            raise ValueError(
-                f"{what}: the objects on rank {collectives.rank} of {collectives.size} differ from "
-                f"those on rank 0: {differing}. Every rank must save the same objects in the same "
-                "order."
-            )
-
-
-def _refuse_differing_state(
-    collectives: Collectives, what: str, digests: Mapping[str, str]
-) -> None:
-    """Raise on every rank which state is not equal on all of them. **Collective**."""
-    of_ranks = collectives.gather_json(digests, what)
-    lines = []
-    for name, digest in of_ranks[0].items():
-        others = [rank for rank, each in enumerate(of_ranks) if each[name] != digest]
-        if others:
-            lines.append(f"  {name}: differs between rank 0 and {rank_list(others)}")
-    raise CheckpointError(
-        f"{what}: state that differs between ranks cannot be saved as one:\n"
-        + "\n".join(lines)
-        + "\nWrap each of these as ms.PerReplicaState(obj) to save all of them, or make them "
-        "equal. Random numbers from ms.get_replica_context().rng(...) have no state to save."
-    )
-
-
 def _digest_of_state(state: SplitState, with_values: bool) -> str:
     """Return the digest of one object's state, whatever the order of the keys in its dicts."""
     rest, arrays = state
@@ -381,11 +419,61 @@ def _digest_of_state(state: SplitState, with_values: bool) -> str:
         # shape count.
         is_whole = isinstance(array, np.ndarray) or not array.num_ranks
         is_compared = with_values and is_whole
-        digest = f"{digest_of_values(np.asarray(array)):016x}" if is_compared else ""
+        digest = _digest_of_array(np.asarray(array)) if is_compared else ""
         digests.append(f"{key} {array.dtype} {array.shape} {digest or is_whole}")
     return _digest_of_texts(digests)
+
+
+def _digest_of_variable(variable: Variable) -> str:
+    return _digest_of_array(host_view(variable._storage))
+
+
+def _digest_of_array(array: np.ndarray) -> str:
+    return f"{digest_of_values(array):016x}"
 
 
 def _digest_of_texts(texts: Iterable[str]) -> str:
     # Separated, or the texts "ab", "c" and "a", "bc" would have the same digest.
     return digest_of_text("\0".join(texts).encode())
+
+
+def writes_here(tree: Tree, collectives: Collectives) -> bool:
+    """Return whether this rank takes part: outside of any strategy only rank 0 writes."""
+    if collectives.size > 1:
+        return True
+    frame = context.current()
+    found: list[Any] = [] if frame is None else [frame.strategy]
+    for group in (tree.variables, tree.stateful, tree.trackables):
+        found += [getattr(each, "strategy", None) for each in group.values()]
+    if any(_is_own(strategy) for strategy in found) or _is_own(world_strategy()):
+        return True
+    if is_started():
+        world = started_world()
+        return world is None or bool(world.rank == 0)
+    # A program of several processes that has not started MPI, such as one of torch over gloo.
+    return not is_one_of_several() or find_launcher().task == 0
+
+
+def _warn_if_unconnected(what: str, path: str) -> None:
+    """Warn if a launcher started several processes that MPI does not connect. Local."""
+    found = None if is_started() and _has_others() else unconnected_task()
+    if found is None or found[2] == 0:  # which may be the only one that saves
+        return
+    launcher, tasks, task = found
+    warn_once(
+        f"{what} saves the state of process {task} of {tasks} that {launcher} started, to "
+        f"{path!r}. MPI does not connect them, so nothing compares their states, and each process "
+        "that saves to one path replaces the file. Start the program by mpistrat run, mpiexec or "
+        "srun --mpi=..., save on process 0 only, or give each process its own path.",
+        key="unconnected",
+    )
+
+
+def _has_others() -> bool:
+    world = started_world()
+    return world is not None and world.size > 1
+
+
+def _is_own(strategy: Any) -> bool:
+    extended = getattr(strategy, "extended", None)
+    return extended is not None and not getattr(extended, "_is_default", False)

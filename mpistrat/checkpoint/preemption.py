@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat.checkpoint.manager import CheckpointManager
-from mpistrat.checkpoint.object_graph import walk
-from mpistrat.checkpoint.ranks import collectives_for
+from mpistrat.checkpoint.object_graph import collectives_for, walk
 from mpistrat.options import ReduceOp
 from mpistrat.settings import environment
 

@@ -11,20 +11,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import logging
 import math
 import os
 import socket
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from mpistrat.arrays import is_on_host, pieces
-from mpistrat.checkpoint.deferred import Shape, shapes_as_json, shapes_from_json
 from mpistrat.checkpoint.digests import check_digest
-from mpistrat.checkpoint.json_marks import marked, unmarked
 from mpistrat.checkpoint.raw_io import (
     BYTES_PER_PIECE,
     BYTES_WORTH_A_THREAD,
@@ -40,18 +39,24 @@ from mpistrat.checkpoint.raw_io import (
     this_worker,
 )
 from mpistrat.checkpoint.reader import CheckpointReader, naming_damage, open_checkpoint
+from mpistrat.checkpoint.state_json import marked, unmarked
 from mpistrat.checkpoint.torch_hook import LoadedShard
 from mpistrat.collectives.collectives import CollectiveCall, Collectives
-from mpistrat.collectives.operations.broadcast import broadcast_each
+from mpistrat.collectives.operations.broadcast import broadcast, broadcast_each
 from mpistrat.errors import CheckpointCorruptError, CheckpointError
 from mpistrat.options import VariableSynchronization
 from mpistrat.sharding import Box, cut
-from mpistrat.variables import Variable
+from mpistrat.variables import SyncOnReadVariable, Variable
+from mpistrat.variables.kinds import load_components
 
 _SMALL_BYTES, _MOST_JOINED = 1 << 15, 64
 """Variables of at most this many bytes travel together, and how many do at most."""
 _ALIGNMENT = 64
 """Bytes, at a multiple of which each of them begins."""
+
+
+Shape = tuple[tuple[int, ...], np.dtype]
+"""Shape and dtype."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,8 @@ class SharedFile:
         self.state: dict[str, Any] = {}
         self.shapes: dict[str, Shape] = {}
         self.damage: dict[str, str] = {}
-        self._reader: CheckpointReader | None = None
+        self.reader: CheckpointReader | None = None
+        """Of rank 0."""
         self._handle: int | None = None
         self._extents: dict[str, Extent] = {}
         """Of the large variables that are stored as they are in memory."""
@@ -105,9 +111,9 @@ class SharedFile:
             # h5py walks the tree of the file in many small reads. Meanwhile a thread reads the rest
             # from the disk into the page cache.
             with reading_ahead(self.path):
-                self._reader = stack.enter_context(open_checkpoint(self.path))
-            self._handle = self._reader.handle
-            return {**_identity(self._handle), **_describe(self._reader)}
+                self.reader = stack.enter_context(open_checkpoint(self.path))
+            self._handle = self.reader.handle
+            return {**_identity(self._handle), **_describe(self.reader)}
         try:
             self._handle = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)  # may be a pipe here
         except OSError:
@@ -120,7 +126,9 @@ class SharedFile:
         """Divide the work among those that have opened the same file, by what `open` returned."""
         root = of_ranks[0]
         self.state = {name: unmarked(each) for name, each in root["state"].items()}
-        self.shapes = shapes_from_json(root["shapes"])
+        self.shapes = {
+            name: (tuple(shape), np.dtype(dtype)) for name, (shape, dtype) in root["shapes"].items()
+        }
         self._extents = {name: Extent(*each) for name, each in root["extents"].items()}
         # On other nodes the number of the device may differ.
         self._is_seen_by_all = all(
@@ -178,8 +186,8 @@ class SharedFile:
         # read after all ranks have found everything intact.
         part.read_large({n: each for n, each in own.items() if n not in left}, self.shapes)
         part.verify_large({name: each for name, each in own.items() if name in left})
-        if self._reader is not None:
-            part.read_rest(self._reader, self._extents)
+        if self.reader is not None:
+            part.read_rest(self.reader, self._extents)
         self.damage = part.damage
         return Values(part.arrays, self._work.owners)
 
@@ -237,9 +245,9 @@ def _describe(reader: CheckpointReader) -> dict[str, Any]:
     except CheckpointCorruptError:
         reader.verify()  # names what else is damaged
         raise
-    shapes = {name: (each.shape, each.dtype) for name, each in reader.variables.items()}
+    shapes = {name: (each.shape, each.dtype.str) for name, each in reader.variables.items()}
     extents = reader.extents(BYTES_WORTH_A_THREAD)
-    return {"state": state, "shapes": shapes_as_json(shapes), "extents": extents}
+    return {"state": state, "shapes": shapes, "extents": extents}
 
 
 class _Part:
@@ -338,9 +346,10 @@ def load_variables(call: CollectiveCall, values: Values, variables: Mapping[str,
     for name, variable in variables.items():
         own = values.arrays.pop(name, None)
         if own is not None:
-            flat = own.reshape(-1)
-            for each in cut(flat.size, _length(own.dtype)):
-                variable._load_piece(each.start, flat[each])
+            begin = 0
+            for piece in pieces(own, BYTES_PER_PIECE):
+                variable._load_piece(begin, piece)
+                begin += piece.size
 
 
 @dataclass(frozen=True)
@@ -435,3 +444,94 @@ def _read_own(handle: int, extent: Extent, variable: Variable) -> None:
         read_at(handle, extent.offset, own)
     else:
         read_box(handle, extent, box, own)
+
+
+Kept: TypeAlias = tuple[int, dict[int, np.ndarray]]
+"""The number of replicas, and the components of some of them."""
+
+_WHAT = "Checkpoint.restore"
+_logger = logging.getLogger("mpistrat")
+
+
+def read_components(
+    collectives: Collectives,
+    file: SharedFile,
+    variables: Mapping[str, Variable],
+    others: Collection[str],
+) -> dict[str, np.ndarray | None]:
+    """Return the components in a file of as many replicas, on rank 0, by path. **Collective**.
+
+    `others` are the paths of variables that the program has not made yet. Their strategy may be
+    unknown.
+    """
+    if not collectives.arithmetic and not (others and collectives.layout.num_replicas == 1):
+        return {}  # a strategy without num_replicas=
+    wanted = [name for name, each in variables.items() if isinstance(each, SyncOnReadVariable)]
+    num_replicas = collectives.layout.num_replicas
+    found: dict[str, np.ndarray] = {}
+
+    def read() -> list[str]:
+        reader = file.reader
+        assert reader is not None  # of rank 0
+        arithmetic = reader.header.arithmetic
+        if collectives.arithmetic and arithmetic not in ("", collectives.arithmetic):
+            _logger.warning(
+                "Checkpoint %s was written by ranks with other arithmetic (%s, here %s): from here "
+                "on the bits may differ from those of that job. Use the same type of CPU and the "
+                "same OPENBLAS_NUM_THREADS (mpistrat run: --threads).",
+                *(file.path, arithmetic, collectives.arithmetic),
+            )
+        # Components of a different number of replicas belong to none of today's. The variables then
+        # have what the restore has made of the total.
+        is_fitting = reader.header.num_replicas == num_replicas
+        names = wanted if is_fitting and collectives.arithmetic else []
+        if is_fitting or num_replicas == 1:
+            names = [*names, *others]
+        present = reader.replicas.keys() & set(names)
+        found.update((name, reader.read_replicas(name)) for name in names if name in present)
+        return list(found)
+
+    names = collectives.on_root(read, _WHAT, file.path)
+    return {name: found.get(name) for name in names}
+
+
+def load_all_components(
+    collectives: Collectives,
+    components: Mapping[str, np.ndarray | None],
+    variables: Mapping[str, Variable],
+) -> None:
+    """Set each variable to the components that rank 0 has. **Collective**."""
+    for name, of_root in components.items():
+        if name in variables:
+            variable = variables[name]
+            assert isinstance(variable, SyncOnReadVariable)
+            values = _on_all(collectives, of_root, variable.shape, variable.dtype)
+            load_components(variable, dict(enumerate(values)))
+
+
+def keep_components(
+    collectives: Collectives,
+    components: Mapping[str, np.ndarray | None],
+    shapes: Mapping[str, Shape],
+) -> dict[str, Kept]:
+    """Return what this rank may need of the `components` that `shapes` names. **Collective**."""
+    kept = {}
+    for name, of_root in components.items():
+        if name in shapes:
+            values = _on_all(collectives, of_root, *shapes[name])
+            # An elastic job may give any rank any replica before the variable is made.
+            is_known = collectives.layout.num_replicas == len(values) and not collectives.is_elastic
+            rows = collectives.layout.local_replicas if is_known else range(len(values))
+            kept[name] = len(values), {row: values[row].copy() for row in rows}
+    return kept
+
+
+def _on_all(
+    collectives: Collectives, of_root: np.ndarray | None, shape: tuple[int, ...], dtype: np.dtype
+) -> np.ndarray:
+    values = of_root
+    if values is None:
+        values = np.empty((collectives.layout.num_replicas, *shape), dtype)
+    with collectives.call(_WHAT) as call:
+        received: np.ndarray = broadcast(call, values)
+    return received

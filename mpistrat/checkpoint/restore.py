@@ -13,7 +13,6 @@ import numpy as np
 
 from mpistrat.checkpoint.deferred import (
     Restoration,
-    Shape,
     StateLoading,
     attach_slots,
     check_shapes,
@@ -24,21 +23,20 @@ from mpistrat.checkpoint.deferred import (
     make_slots,
     no_shards,
 )
-from mpistrat.checkpoint.object_graph import Tree, walk
-from mpistrat.checkpoint.ranks import agree_on_path, collectives_for
+from mpistrat.checkpoint.format import checked_path
+from mpistrat.checkpoint.object_graph import Tree, collectives_for, walk
 from mpistrat.checkpoint.read import (
+    Shape,
     SharedFile,
     Values,
     broadcast_array,
+    keep_components,
+    load_all_components,
     load_variables,
     open_together,
-)
-from mpistrat.checkpoint.replica_state import (
-    assign_replicas,
-    keep_components,
-    load_components,
     read_components,
 )
+from mpistrat.checkpoint.replica_state import assign_replicas
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.errors import CheckpointCorruptError, _UnmatchedPathsError
 from mpistrat.tracing.spans import spanned
@@ -167,7 +165,9 @@ def restore(
     began_s = time.perf_counter()
     tree = walk(root._checkpoint_children())
     collectives = collectives_for(tree, _WHAT)
-    path = agree_on_path(collectives, _WHAT, path)
+    with collectives.call(_WHAT) as call:
+        path = checked_path(_WHAT, path)
+        call.agree(path)
     layout = collectives.layout
     # The file stays open to the end of the restore. If a different process renames a new checkpoint
     # over the path meanwhile, all ranks still read the file that they checked.
@@ -182,7 +182,8 @@ def restore(
         variables = {name: tree.variables[name] for name in shapes if name in tree.variables}
 
         def check() -> None:
-            assign_replicas(tree.stateful.values(), layout)
+            if tree.stateful:
+                assign_replicas(tree.stateful.values(), layout)
             check_shapes(path, tree, shapes, state)
             if not allow_missing:
                 check_nothing_missing(path, tree, {*shapes, *state, *fresh})
@@ -195,7 +196,7 @@ def restore(
         others = {name: shape for name, shape in shapes.items() if name not in here}
         # Read here, before the first object changes, so that damaged components refuse the restore
         # too.
-        components = read_components(collectives, path, variables, others)
+        components = read_components(collectives, file, variables, others)
         restoration = Restoration(
             path,
             layout,
@@ -218,7 +219,7 @@ def restore(
             variable._load_value(np.zeros(variable.full_shape, variable.dtype))
         with collectives.common_outcome(_WHAT, path):  # no rank reads what others still load
             file.load_in_place()
-        load_components(collectives, components, variables)
+        load_all_components(collectives, components, variables)
         restoration.components = keep_components(collectives, components, others)
         attach_slots(slots, made)
         restoration.take(tree, {**variables, **fresh})

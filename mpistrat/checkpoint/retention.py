@@ -11,8 +11,8 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from mpistrat.checkpoint.object_graph import Tree
-from mpistrat.checkpoint.ranks import agree_on_path, collectives_for
+from mpistrat.checkpoint.format import checked_path
+from mpistrat.checkpoint.object_graph import Tree, collectives_for
 from mpistrat.checkpoint.reader import open_checkpoint
 from mpistrat.errors import CheckpointError
 
@@ -94,7 +94,9 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
     True
     """
     collectives = collectives_for(Tree(), _WHAT)
-    folder = agree_on_path(collectives, _WHAT, directory)
+    with collectives.call(_WHAT) as call:
+        folder = checked_path(_WHAT, directory)
+        call.agree(folder)
     answer: str | None = collectives.on_root(lambda: _find_sound(folder), _WHAT, folder)
     return answer
 

@@ -1,27 +1,24 @@
-"""Write of a checkpoint: rank 0 creates the file, and each rank writes its parts of the arrays.
+"""Write of arrays that several ranks have, each of which writes its parts to the file of rank 0.
 
-Most arrays are written by rank 0. Those that several ranks write have a `Room` in the file: rank 0
-reserves it, each rank writes what it has there, the digests are computed, and rank 0 signs. The
-ranks write through the file's descriptor, past the HDF5 library, which therefore needs no MPI.
+Rank 0 reserves a `Room` in the file, each rank writes what it has there, the digests are computed,
+and rank 0 signs. The ranks write through the file's descriptor, past the HDF5 library, which
+therefore needs no MPI.
 """
 
 from __future__ import annotations
 
 import base64
-import contextlib
 import functools
 import mmap
 import operator
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from mpistrat.checkpoint.digests import ArrayDigest, digest_of_array
-from mpistrat.checkpoint.format import Header
-from mpistrat.checkpoint.ownership import Writers
 from mpistrat.checkpoint.raw_io import (
     ChecksumPool,
     Digested,
@@ -38,110 +35,12 @@ from mpistrat.checkpoint.raw_io import (
     write_at,
     write_box,
 )
-from mpistrat.checkpoint.writer import CheckpointWriter, Item, create_checkpoint, explaining
+from mpistrat.checkpoint.writer import CheckpointWriter, Item, RootFile, explaining
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.errors import CheckpointError
 from mpistrat.sharding import Box
 
 _PAGE = mmap.PAGESIZE
-
-
-class FirstError:
-    """The first error of work that rank 0 does between collectives, kept until `check`."""
-
-    def __init__(self, is_root: bool) -> None:
-        self._is_root = is_root
-        self._error: Exception | None = None
-
-    def run(self, do: Callable[..., Any], *arguments: Any) -> Any:
-        """Return what `do` returns on rank 0; ``None`` elsewhere, and after an error."""
-        if self._is_root and self._error is None:
-            try:
-                return do(*arguments)
-            # Not raised here: the other ranks are already on their way to the next collective, and
-            # would wait there for rank 0.
-            except Exception as error:
-                self.abandon(error)
-        return None
-
-    def abandon(self, error: BaseException) -> None:
-        """Do nothing more, because of `error`."""
-        if self._error is None:
-            self._error = error if isinstance(error, Exception) else RuntimeError(repr(error))
-
-    def check(self) -> None:
-        """Raise the error, if there is one."""
-        if self._error is not None:
-            raise self._error
-
-
-class RootFile(FirstError):
-    """The file that rank 0 creates; after an error rank 0 stays in step with the other ranks."""
-
-    def __init__(self, is_root: bool, path: str, header: Header, writers: Writers | None) -> None:
-        super().__init__(is_root)
-        self._context = create_checkpoint(path, header, writers)
-        self._writer: CheckpointWriter | None = None
-        self._writer = self.run(self._context.__enter__)
-
-    def use(self, do: Callable[..., Any], *arguments: Any) -> Any:
-        """Return what `do` returns for the writer, on rank 0, as by `run`."""
-        return self.run(do, self._writer, *arguments)
-
-    def write(self, item: Item) -> None:
-        """Write `item` on rank 0. **Collective** if its values are `pieces`."""
-        if item.pieces is None:
-            self.use(CheckpointWriter.add, item)
-            return
-        digester = self.use(CheckpointWriter.begin, item)
-        # Other ranks, and rank 0 after an error, draw the pieces too, because that is collective.
-        for piece in item.pieces:
-            if digester is not None:
-                self.use(CheckpointWriter.extend, digester, piece)
-            # Or the next piece would be created while this one is still in memory.
-            del piece
-        if digester is not None:
-            self.use(CheckpointWriter.end, item, digester)
-
-    def abandon(self, error: BaseException) -> None:
-        """Remove what has been written, because of `error`."""
-        super().abandon(error)
-        if self._writer is not None:
-            self._writer = None
-            try:
-                # The rest of `create_checkpoint` runs with the error: it removes the temporary
-                # file, and the file under `path` stays.
-                self._context.__exit__(type(error), error, error.__traceback__)
-            except Exception as explained:
-                self._error = explained
-
-    def complete(self) -> None:
-        """Put the file in its place on rank 0, or raise the error."""
-        self.check()
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            self._context.__exit__(None, None, None)
-
-
-@contextlib.contextmanager
-def file_of_root(
-    collectives: Collectives, what: str, path: str, header: Header, writers: Writers | None
-) -> Iterator[RootFile]:
-    """Have rank 0 create a file, for the public function `what`. **Collective**.
-
-    If rank 0 fails to write, it still takes part in the rest, and the error is raised on every rank
-    at the end.
-    """
-    file = RootFile(collectives.rank == 0, path, header, writers)
-    try:
-        yield file
-    # No common outcome after this: an error outside of `run` may leave the ranks at different
-    # calls.
-    except BaseException as error:
-        file.abandon(error)
-        raise
-    with collectives.common_outcome(what, path):
-        file.complete()
 
 
 @dataclass(frozen=True)
@@ -306,8 +205,6 @@ def write_together(
     file: RootFile, collectives: Collectives, what: str, path: str, items: Sequence[Item]
 ) -> None:
     """Have all ranks write `items` to the `file` that rank 0 has created. **Collective**."""
-    if not items:
-        return
     holders = {item.path: item.parts.holders for item in items if item.parts is not None}
     room = file.use(Room.reserve, path, items)
     told = collectives.broadcast_json(room and {"room": asdict(room), "holders": holders})

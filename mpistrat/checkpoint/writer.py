@@ -1,4 +1,8 @@
-"""Writer of checkpoint files: one dataset after the other, or room for what ranks write there."""
+"""Writer of checkpoint files: rank 0 adds one dataset after the other, or reserves room for it.
+
+A path belongs to the ranks that write it. Groups of ranks of one job need not be in contact, so
+what they must know of each other is in the file: it says which ranks wrote it.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,10 @@ import functools
 import math
 import mmap
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +24,8 @@ import numpy as np
 from mpistrat import hdf5
 from mpistrat.arrays import Array, host_view
 from mpistrat.checkpoint.digests import ArrayDigest, digest_of_array, digest_of_text
-from mpistrat.checkpoint.format import DIGESTS, REPLICAS, STATE, VARIABLES, Header
-from mpistrat.checkpoint.json_marks import dump_json
-from mpistrat.checkpoint.nodes import Groups, write_attribute, write_values
-from mpistrat.checkpoint.ownership import WRITERS, Writers
+from mpistrat.checkpoint.format import DIGESTS, FORMAT, REPLICAS, STATE, VARIABLES, Header
+from mpistrat.checkpoint.nodes import Groups, read_attribute, write_attribute, write_values
 from mpistrat.checkpoint.raw_io import (
     BYTES_WORTH_A_THREAD,
     Checksum,
@@ -29,8 +33,156 @@ from mpistrat.checkpoint.raw_io import (
     InOrder,
     write_at,
 )
+from mpistrat.checkpoint.state_json import dump_json
+from mpistrat.collectives.collectives import Collectives
 from mpistrat.errors import CheckpointError
+from mpistrat.mpi.world import is_started, started_world
 from mpistrat.sharding import Box
+from mpistrat.system.exit_hooks import Phase, at
+from mpistrat.system.files import claimed, hidden_beside
+from mpistrat.system.text import rank_list
+
+WRITERS = "writers"
+"""The attribute of the group of variables, in files of jobs of several ranks."""
+# The root group has eight: with a ninth, HDF5 would store them where damage can hide one.
+
+_BEGAN_S = time.time()
+"""Files that are older come from another job, perhaps with other ranks."""
+
+_LONGEST_COMMIT_S = 10.0
+"""A look into a file and a rename take no longer."""
+
+
+@dataclass(frozen=True)
+class Writers:
+    """Ranks that write files together."""
+
+    ranks: tuple[int, ...]
+    """In COMM_WORLD."""
+    world_size: int
+    collectives: Collectives | None = field(default=None, compare=False, repr=False)
+    """Of their strategy, which gives up its paths when it is closed."""
+
+    @classmethod
+    def of(cls, collectives: Collectives) -> Writers | None:
+        """Return the ranks of `collectives`, ``None`` where the job has one rank."""
+        transport = collectives.channel.transport
+        if transport.world_size > 1:
+            return cls(tuple(transport.world_ranks), transport.world_size, collectives)
+        world = started_world() if is_started() else None
+        return None if world is None else cls((world.rank,), world.size)
+
+    @property
+    def is_named(self) -> bool:
+        """Whether a file says who wrote it."""
+        # With num_replicas= the ranks of a whole job write the same file at any number of them.
+        are_all = len(self.ranks) == self.world_size or (
+            self.collectives is not None and self.collectives.is_elastic
+        )
+        has_many = self.collectives is not None and self.collectives.arithmetic != ""
+        return not (are_all and has_many)
+
+    def __str__(self) -> str:
+        return f"{rank_list(self.ranks)} of {self.world_size}"
+
+    def check(self, path: Path) -> None:
+        """Raise `CheckpointError` if other ranks of this job have written `path`."""
+        other = _writers_of(path)
+        if other is None or other == str(self) or not other.endswith(f"of {self.world_size}"):
+            return
+        raise CheckpointError(
+            f"The checkpoint {path} cannot be written by {self}: {other} of this job have written "
+            "it, and one would replace what the other has saved. Give each strategy its own path, "
+            "or remove the file first. It is unchanged."
+        )
+
+    @contextlib.contextmanager
+    def commit(self, path: Path, created: str) -> Iterator[None]:
+        """Check `path` while no other writer gives a file this name, which is the body's work."""
+        # `created` is that attribute of the file.
+        with claimed(path, _LONGEST_COMMIT_S):
+            self.check(path)
+            yield
+            if self.collectives is not None:
+                _release_at_close(self.collectives, path, created)
+
+
+def _writers_of(path: Path) -> str | None:
+    """Return who wrote a file since this job began, ``None`` if it does not say so."""
+    try:
+        if path.stat().st_mtime < _BEGAN_S - 60:  # spares the look into most files
+            return None
+        with hdf5.open_for_reading(path, CheckpointError) as file:
+            found = read_attribute(file[VARIABLES].id, WRITERS)
+            created = str(read_attribute(file.id, "created"))
+        is_ours = Header(created=created).created_s >= _BEGAN_S
+        if is_ours and _released(path).exists():
+            is_ours = _released(path).read_text() != created
+    except (OSError, RuntimeError, ValueError, KeyError):  # there is none, or it is damaged
+        return None
+    return found if is_ours and isinstance(found, str) else None
+
+
+_MANY = 64
+
+
+def _release_at_close(collectives: Collectives, path: Path, created: str) -> None:
+    actions = collectives.on_close
+    if len(actions) >= _MANY:  # a manager has removed most of its files
+        for gone in [each for each in actions if isinstance(each, Path) and not each.exists()]:
+            del actions[gone]
+    actions[path] = partial(_release, path, created)
+
+
+def _released(path: Path) -> Path:
+    """Return the path of the mark that the file `path` belongs to nobody any more."""
+    return hidden_beside(path, "released")
+
+
+def _release(path: Path, created: str) -> None:
+    """Give up `path`, as long as the file there is the one that was `created` then."""
+    # Other ranks need not be in contact, so a mark lies beside the file until the job ends.
+    with contextlib.suppress(OSError):
+        _released(path).write_text(created)
+        at(Phase.AFTER_LAST_ROUND, partial(_released(path).unlink, missing_ok=True))
+
+
+class Replaces(enum.Enum):
+    """What a save may replace."""
+
+    CHECKPOINTS = enum.auto()
+    """A file that is a checkpoint."""
+    OWN_NAMES = enum.auto()
+    """A file with a name that only a `CheckpointManager` gives; no intact data file."""
+    ANYTHING = enum.auto()
+
+
+def check_may_replace(path: str, replaces: Replaces) -> None:
+    """Raise `CheckpointError` if `path` is a file that a save must not overwrite."""
+    if replaces is Replaces.ANYTHING or not os.path.isfile(path):
+        return
+    remedy = (
+        "It is unchanged. Write to another path, remove the file first, or replace it by "
+        "Checkpoint.write(path, overwrite=True)."
+    )
+    try:
+        with hdf5.open_for_reading(path, CheckpointError) as file:
+            names = ", ".join(map(repr, list(file)[:4]))
+            is_checkpoint = file.attrs.get("format") in (FORMAT, FORMAT.encode())
+    except PermissionError:
+        return  # nobody can look into it; writing says what may not be done
+    except (OSError, RuntimeError) as reason:
+        if replaces is Replaces.OWN_NAMES:
+            return  # damaged: a job that resumes before it writes it again
+        raise CheckpointError(
+            f"The checkpoint {path} would replace a file that is not a readable HDF5 file: "
+            f"{reason} {remedy}"
+        ) from None
+    if not is_checkpoint:
+        raise CheckpointError(
+            f"The checkpoint {path} would replace an HDF5 file that is not a checkpoint, with "
+            f"{names or 'nothing'} at its top. {remedy}"
+        )
 
 
 class BufferLifetime(enum.Enum):
@@ -271,7 +423,7 @@ def create_checkpoint(
                 # Early, before all data are written. `commit` checks again while it holds the
                 # claim, since a different writer may finish first.
                 writers.check(Path(os.path.realpath(path)))
-                commit = functools.partial(writers.commit, created=header.created)
+                commit = partial(writers.commit, created=header.created)
                 file = stack.enter_context(hdf5.create_atomically(path, commit))
             writer = CheckpointWriter(file, header, path, stack)
             if writers is not None and writers.is_named:
@@ -302,3 +454,101 @@ def explaining(path: str | os.PathLike[str]) -> Iterator[None]:
             f"The checkpoint {os.fspath(path)} cannot be written: {text}. Check the folder, "
             "its permissions and the free space; what was there before is unchanged."
         ) from reason
+
+
+class FirstError:
+    """The first error of work that rank 0 does between collectives, kept until `check`."""
+
+    def __init__(self, is_root: bool) -> None:
+        self._is_root = is_root
+        self._error: Exception | None = None
+
+    def run(self, do: Callable[..., Any], *arguments: Any) -> Any:
+        """Return what `do` returns on rank 0; ``None`` elsewhere, and after an error."""
+        if self._is_root and self._error is None:
+            try:
+                return do(*arguments)
+            # Not raised here: the other ranks are already on their way to the next collective, and
+            # would wait there for rank 0.
+            except Exception as error:
+                self.abandon(error)
+        return None
+
+    def abandon(self, error: BaseException) -> None:
+        """Do nothing more, because of `error`."""
+        if self._error is None:
+            self._error = error if isinstance(error, Exception) else RuntimeError(repr(error))
+
+    def check(self) -> None:
+        """Raise the error, if there is one."""
+        if self._error is not None:
+            raise self._error
+
+
+class RootFile(FirstError):
+    """The file that rank 0 creates; after an error rank 0 stays in step with the other ranks."""
+
+    def __init__(self, is_root: bool, path: str, header: Header, writers: Writers | None) -> None:
+        super().__init__(is_root)
+        self._context = create_checkpoint(path, header, writers)
+        self._writer: CheckpointWriter | None = None
+        self._writer = self.run(self._context.__enter__)
+
+    def use(self, do: Callable[..., Any], *arguments: Any) -> Any:
+        """Return what `do` returns for the writer, on rank 0, as by `run`."""
+        return self.run(do, self._writer, *arguments)
+
+    def write(self, item: Item) -> None:
+        """Write `item` on rank 0. **Collective** if its values are `pieces`."""
+        if item.pieces is None:
+            self.use(CheckpointWriter.add, item)
+            return
+        digester = self.use(CheckpointWriter.begin, item)
+        # Other ranks, and rank 0 after an error, draw the pieces too, because that is collective.
+        for piece in item.pieces:
+            if digester is not None:
+                self.use(CheckpointWriter.extend, digester, piece)
+            # Or the next piece would be created while this one is still in memory.
+            del piece
+        if digester is not None:
+            self.use(CheckpointWriter.end, item, digester)
+
+    def abandon(self, error: BaseException) -> None:
+        """Remove what has been written, because of `error`."""
+        super().abandon(error)
+        if self._writer is not None:
+            self._writer = None
+            try:
+                # The rest of `create_checkpoint` runs with the error: it removes the temporary
+                # file, and the file under `path` stays.
+                self._context.__exit__(type(error), error, error.__traceback__)
+            except Exception as explained:
+                self._error = explained
+
+    def complete(self) -> None:
+        """Put the file in its place on rank 0, or raise the error."""
+        self.check()
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            self._context.__exit__(None, None, None)
+
+
+@contextlib.contextmanager
+def file_of_root(
+    collectives: Collectives, what: str, path: str, header: Header, writers: Writers | None
+) -> Iterator[RootFile]:
+    """Have rank 0 create a file, for the public function `what`. **Collective**.
+
+    If rank 0 fails to write, it still takes part in the rest, and the error is raised on every rank
+    at the end.
+    """
+    file = RootFile(collectives.rank == 0, path, header, writers)
+    try:
+        yield file
+    # No common outcome after this: an error outside of `run` may leave the ranks at different
+    # calls.
+    except BaseException as error:
+        file.abandon(error)
+        raise
+    with collectives.common_outcome(what, path):
+        file.complete()

@@ -18,10 +18,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from mpistrat.checkpoint.format import Header, check_path
-from mpistrat.checkpoint.json_marks import dump_json, load_json
+from mpistrat.checkpoint.format import Header, check_path, checked_path
 from mpistrat.checkpoint.object_graph import check_disjoint
-from mpistrat.checkpoint.ranks import checked_path
 from mpistrat.checkpoint.raw_io import (
     Digested,
     PageRun,
@@ -31,10 +29,17 @@ from mpistrat.checkpoint.raw_io import (
     runs_of_ranks,
     this_worker,
 )
-from mpistrat.checkpoint.state_json import json_part, tensor_mark
+from mpistrat.checkpoint.state_json import dump_json, json_part, load_json, tensor_mark
 from mpistrat.checkpoint.torch_hook import world_strategy
-from mpistrat.checkpoint.write import Room, RootFile
-from mpistrat.checkpoint.writer import CheckpointWriter, Item, explaining, state_item, variable_item
+from mpistrat.checkpoint.write import Room
+from mpistrat.checkpoint.writer import (
+    CheckpointWriter,
+    Item,
+    RootFile,
+    explaining,
+    state_item,
+    variable_item,
+)
 from mpistrat.errors import CheckpointError
 from mpistrat.sharding import Box
 from mpistrat.torch.store_barrier import Meeting

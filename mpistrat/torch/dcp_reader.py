@@ -25,8 +25,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from mpistrat.checkpoint.digests import check_digest
-from mpistrat.checkpoint.format import VariableInfo
-from mpistrat.checkpoint.ranks import checked_path
+from mpistrat.checkpoint.format import VariableInfo, checked_path
 from mpistrat.checkpoint.raw_io import (
     Extent,
     digests_in_file,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -281,36 +281,6 @@ class SyncOnReadVariable(Variable):
                 value.reshape(-1)[begin : begin + piece.size] = reduced[0]
             begin += piece.size
 
-    @property
-    def _saves_components(self) -> bool:
-        """Whether files have the components of all replicas, next to the aggregate."""
-        # Only with num_replicas=, which promises the same bits after a resume. An equal share of
-        # the aggregate is not what a replica held before.
-        return bool(self._ranks.arithmetic)
-
-    def _components_for_root(self) -> np.ndarray | None:
-        """Return the components of all replicas on rank 0, ``None`` elsewhere. **Collective**."""
-        ranks, layout = self._ranks, self._ranks.layout
-        own = np.stack([host_view(each) for each in self._components])
-        shares = replicas_of_ranks(layout.num_replicas, layout.num_ranks)
-        counts = [len(share) * own[0].size for share in shares]
-        with ranks.call(_SAVE, self.name) as call:
-            call.agree("components", str(self.dtype), self.shape)
-            with call.moving():
-                gathered = ranks.channel.transport.gather(own.reshape(-1), counts, 0)
-        # Ranks hold consecutive replicas, so rank order is the order of the replicas.
-        return None if gathered is None else gathered.reshape(layout.num_replicas, *self.shape)
-
-    def _load_components(self, components: Mapping[int, np.ndarray]) -> None:
-        """Set the components from those of at least this rank's replicas. **Local**."""
-        ids, device = self._replica_ids, self._target.device
-
-        def load() -> None:
-            for replica, storage in zip(ids, self._components, strict=True):
-                storage[...] = place(components[replica], device)
-
-        self._ranks.as_unit("restore", load, writes=True)
-
     def _load_value(self, array: np.ndarray) -> None:
         """Set the component of each replica here: value / N under SUM, else the value."""
         load = super()._load_value
@@ -334,3 +304,35 @@ class SyncOnReadVariable(Variable):
         memo[id(self)] = twin
         twin._keep_components([each.copy() for each in self._components])
         return twin
+
+
+def saves_components(variable: Variable) -> TypeGuard[SyncOnReadVariable]:
+    """Return whether files have the components of all replicas, next to the aggregate."""
+    # Only with num_replicas=, which promises the same bits after a resume. An equal share of the
+    # aggregate is not what a replica held before.
+    return isinstance(variable, SyncOnReadVariable) and bool(variable._ranks.arithmetic)
+
+
+def components_for_root(variable: SyncOnReadVariable) -> np.ndarray | None:
+    """Return the components of all replicas on rank 0, ``None`` elsewhere. **Collective**."""
+    ranks, layout = variable._ranks, variable._ranks.layout
+    own = np.stack([host_view(each) for each in variable._components])
+    shares = replicas_of_ranks(layout.num_replicas, layout.num_ranks)
+    counts = [len(share) * own[0].size for share in shares]
+    with ranks.call(_SAVE, variable.name) as call:
+        call.agree("components", str(variable.dtype), variable.shape)
+        with call.moving():
+            gathered = ranks.channel.transport.gather(own.reshape(-1), counts, 0)
+    # Ranks hold consecutive replicas, so rank order is the order of the replicas.
+    return None if gathered is None else gathered.reshape(layout.num_replicas, *variable.shape)
+
+
+def load_components(variable: SyncOnReadVariable, components: Mapping[int, np.ndarray]) -> None:
+    """Set the components from those of at least this rank's replicas. **Local**."""
+    ids, device = variable._replica_ids, variable._target.device
+
+    def load() -> None:
+        for replica, storage in zip(ids, variable._components, strict=True):
+            storage[...] = place(components[replica], device)
+
+    variable._ranks.as_unit("restore", load, writes=True)

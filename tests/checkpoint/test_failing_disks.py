@@ -13,7 +13,7 @@ import pytest
 
 import mpistrat as ms
 from mpistrat import hdf5
-from mpistrat.checkpoint import ownership
+from mpistrat.checkpoint import writer
 from mpistrat.testing import launch
 
 MODES = [{}, {"asynchronous": True}, {"parallel": True}]
@@ -46,7 +46,7 @@ def read_only_folder(manager, monkeypatch):
 def removed_folder(manager, monkeypatch):
     """The folder goes while the file is being written, and comes back later."""
     # With the mark of the writer, which the next one waits for.
-    monkeypatch.setattr(ownership, "_LONGEST_COMMIT_S", 0.3)
+    monkeypatch.setattr(writer, "_LONGEST_COMMIT_S", 0.3)
     away = f"{manager.directory}.away"
     moved = []
 

@@ -11,7 +11,7 @@ import pytest
 from mpi4py import MPI
 
 import mpistrat as ms
-from mpistrat.checkpoint import ownership
+from mpistrat.checkpoint import writer
 from mpistrat.system.files import hidden_beside
 
 pytestmark = pytest.mark.mpi
@@ -83,7 +83,7 @@ def split(size):
 
 def shown(ranks, size):
     ranks = list(ranks)
-    return ownership.Writers(tuple(ranks), size).__str__()
+    return writer.Writers(tuple(ranks), size).__str__()
 
 
 @pytest.mark.parametrize("parallel", [False, True])
@@ -197,7 +197,7 @@ def test_what_a_killed_writer_leaves_is_taken_over(
 ):
     ended = subprocess.run([sys.executable, "-c", WRITER], stdout=subprocess.PIPE, text=True)
     # A name tells at once that its writer is dead; of an empty file that is assumed after a while.
-    monkeypatch.setattr(ownership, "_LONGEST_COMMIT_S", 100 if is_named else 0.2)
+    monkeypatch.setattr(writer, "_LONGEST_COMMIT_S", 100 if is_named else 0.2)
     claim = hidden_beside(Path(path), "commit")
     if rank == 0:
         claim.write_text(ended.stdout.strip() if is_named else "")

@@ -1,23 +1,15 @@
-"""Drift at a save: digests of mirrored variables and tensors, compared over ranks."""
+"""Differences between ranks that a save has found: what it refuses, and what it warns of."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-import numpy as np
-
-from mpistrat.checkpoint.state_json import SplitState
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.errors import CheckpointError, ReplicaDriftError, ReplicaDriftWarning
 from mpistrat.layout import Layout
-from mpistrat.system.digests import digest_of_values
 from mpistrat.system.text import rank_list
 from mpistrat.user_warnings.once import warn_once
-from mpistrat.variables import MirroredVariable, Variable
-from mpistrat.variables.drift import digest_of
-
-_WHEN_DRIFTED = ("warn", "raise", "ignore")
-"""What a save does about replicas that differ."""
+from mpistrat.variables import Variable
 
 _MAX_NAMES = 8
 
@@ -28,34 +20,6 @@ class _DriftAtSaveError(ReplicaDriftError, CheckpointError):
 
 # Tracebacks show the name of the public class.
 _DriftAtSaveError.__name__ = _DriftAtSaveError.__qualname__ = ReplicaDriftError.__name__
-
-
-def check_drift_option(drift: object) -> None:
-    """Refuse another value of the argument `drift` than `_WHEN_DRIFTED`."""
-    if drift not in _WHEN_DRIFTED:
-        allowed = ", ".join(map(repr, _WHEN_DRIFTED))
-        raise ValueError(f"drift must be one of {allowed}, not {drift!r}.")
-
-
-def mirrored_digests(variables: Mapping[str, Variable]) -> dict[str, str]:
-    """Return a digest of this rank's values of each mirrored variable, by path. Local."""
-    return {
-        path: f"{digest_of(variable._storage):016x}"
-        for path, variable in variables.items()
-        if isinstance(variable, MirroredVariable)
-    }
-
-
-def tensor_digests(
-    states: Mapping[str, SplitState], keys: Mapping[str, Collection[str]]
-) -> dict[str, str]:
-    """Return a digest of each tensor at the `keys` of the states, by path. Local."""
-    return {
-        f"{name}/{key}": f"{digest_of_values(np.asarray(array)):016x}"
-        for name, own in keys.items()
-        for key, array in states[name][1].items()
-        if key in own and (isinstance(array, np.ndarray) or not array.num_ranks)
-    }
 
 
 def drifted_variables(
@@ -119,3 +83,35 @@ def _report(
 
 def _name_beside(path: str, variable: Variable | None) -> str:
     return "" if variable is None or path == variable.name else f" (variable {variable.name!r})"
+
+
+def refuse_differing(collectives: Collectives, what: str, path: str, own: Sequence[str]) -> None:
+    """Raise on every rank how the objects of the first rank that differs do. **Collective**.
+
+    `own` are the paths of the objects on this rank.
+    """
+    first = collectives.broadcast_json(own)
+    with collectives.common_outcome(what, path):
+        if own != first:
+            differing = sorted(set(own) ^ set(first)) or "only in their order"
+            raise ValueError(
+                f"{what}: the objects on rank {collectives.rank} of {collectives.size} differ from "
+                f"those on rank 0: {differing}. Every rank must save the same objects in the same "
+                "order."
+            )
+
+
+def refuse_differing_state(collectives: Collectives, what: str, digests: Mapping[str, str]) -> None:
+    """Raise on every rank which state is not equal on all of them. **Collective**."""
+    of_ranks = collectives.gather_json(digests, what)
+    lines = []
+    for name, digest in of_ranks[0].items():
+        others = [rank for rank, each in enumerate(of_ranks) if each[name] != digest]
+        if others:
+            lines.append(f"  {name}: differs between rank 0 and {rank_list(others)}")
+    raise CheckpointError(
+        f"{what}: state that differs between ranks cannot be saved as one:\n"
+        + "\n".join(lines)
+        + "\nWrap each of these as ms.PerReplicaState(obj) to save all of them, or make them "
+        "equal. Random numbers from ms.get_replica_context().rng(...) have no state to save."
+    )
