@@ -313,6 +313,8 @@ def on_device_of(array: Any) -> contextlib.AbstractContextManager[Any]:
 def pieces(array: Array, bytes_per_piece: int) -> list[Array]:
     """Return 1-d views that cover a C-ordered `array`, each with at least one element."""
     flat = array.reshape(-1)
+    if 0 < flat.nbytes <= bytes_per_piece:
+        return [flat]
     return [flat[each] for each in cut(flat.size, max(1, bytes_per_piece // flat.itemsize))]
 
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from mpistrat.checkpoint.object_graph import check_can_hold_state, collectives_for, walk
+from mpistrat.checkpoint.object_graph import check_can_hold_state, collectives_for, tree_of
 from mpistrat.checkpoint.plan import SavePlan
 from mpistrat.checkpoint.restore import RestoreStatus, restore
 from mpistrat.checkpoint.write import write_together
@@ -200,7 +200,7 @@ class Checkpoint(Trackable):
 
     def _as_unit(self, what: str, work: Callable[[], _Result], writes: bool = False) -> _Result:
         """Return what `work` on all objects returns, after a loss by the ranks that are left."""
-        collectives = collectives_for(walk(self._checkpoint_children()), what)
+        collectives = collectives_for(tree_of(self), what)
         result: _Result = collectives.as_unit(what, work, writes)
         return result
 
@@ -233,7 +233,7 @@ class Checkpoint(Trackable):
 
     def _repr_html_(self) -> str:
         try:
-            tree = walk(self._checkpoint_children())
+            tree = tree_of(self)
         except (TypeError, ValueError) as error:  # which `write` raises too
             return html_table(f"{self!r} cannot be saved: {error}", [])
         rows: list[tuple[object, ...]] = [

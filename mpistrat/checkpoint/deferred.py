@@ -14,7 +14,7 @@ import numpy as np
 
 from mpistrat.checkpoint.object_graph import PlacedSlot, Tree, slot_paths, split_object, walk
 from mpistrat.checkpoint.read import Kept, Shape
-from mpistrat.checkpoint.replica_state import PerReplicaState, assign_replicas
+from mpistrat.checkpoint.replica_state import assign_replicas, is_to_reshard
 from mpistrat.checkpoint.state_json import join_state
 from mpistrat.checkpoint.torch_hook import LoadedShard, TensorState
 from mpistrat.errors import CheckpointMismatchError
@@ -143,7 +143,7 @@ def _of_states(tree: Tree, stored: dict[str, Shape], state: Mapping[str, Any]) -
             continue
         if not any(name.startswith(f"{path}/") for name in stored):
             continue
-        if isinstance(stateful, PerReplicaState) and stateful._is_to_reshard(state.get(path)):
+        if is_to_reshard(stateful, state.get(path)):
             continue
         for key, array in split_object(stateful, path)[1].items():
             name, own = f"{path}/{key}", (array.shape, array.dtype)

@@ -15,7 +15,7 @@ from mpistrat.arguments import as_bool, as_integer
 from mpistrat.checkpoint.async_save import BackgroundSaver
 from mpistrat.checkpoint.checkpoint import Checkpoint, save
 from mpistrat.checkpoint.format import checked_path
-from mpistrat.checkpoint.object_graph import Tree, collectives_for, walk
+from mpistrat.checkpoint.object_graph import Tree, collectives_for, tree_of
 from mpistrat.checkpoint.plan import check_drift_option, writes_here
 from mpistrat.checkpoint.restore import restore
 from mpistrat.checkpoint.retention import (
@@ -194,11 +194,6 @@ class CheckpointManager(Hinted):
         """The path of the newest of `checkpoints`, sound or not, ``None`` without any. Local."""
         return self.checkpoints[-1] if self.checkpoints else None
 
-    @property
-    def _knows_step(self) -> bool:
-        """Whether `save` finds the program's step without an argument."""
-        return self._step_counter is not None
-
     def save(self, step: int | None = None) -> str:
         """Write ``<directory>/checkpoint-<step>.h5``, and return the path. **Collective**.
 
@@ -360,7 +355,12 @@ class CheckpointManager(Hinted):
         return collectives_for(self._tree(), "CheckpointManager")
 
     def _tree(self) -> Tree:
-        return walk(self._checkpoint._checkpoint_children())
+        return tree_of(self._checkpoint)
+
+
+def knows_step(manager: CheckpointManager) -> bool:
+    """Return whether `manager.save` finds the program's step without an argument."""
+    return manager._step_counter is not None
 
 
 def _checked_step(given: Any) -> int:

@@ -201,6 +201,11 @@ def walk(
     return walker.tree
 
 
+def tree_of(root: Trackable) -> Tree:
+    """Return the state below `root`, as `walk`."""
+    return walk(root._checkpoint_children())
+
+
 def check_can_hold_state(path: str, child: object) -> None:
     """Refuse an object that a checkpoint can never save or fill."""
     if (

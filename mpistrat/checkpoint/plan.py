@@ -28,13 +28,14 @@ from mpistrat.checkpoint.object_graph import (
     collectives_for,
     split_object,
     strategy_of,
-    walk,
+    tree_of,
 )
 from mpistrat.checkpoint.raw_io import BYTES_WORTH_A_THREAD
 from mpistrat.checkpoint.replica_state import (
     PerReplicaState,
     assign_replicas,
     gather_states,
+    own_states,
 )
 from mpistrat.checkpoint.state_json import SplitState, marked, split_state
 from mpistrat.checkpoint.torch_hook import TensorArray, TensorState, world_strategy
@@ -59,6 +60,7 @@ from mpistrat.user_warnings.once import warn_once
 from mpistrat.variables import MirroredVariable, SyncOnReadVariable, Variable
 from mpistrat.variables.kinds import WrittenTogether, components_for_root
 from mpistrat.variables.placement import BYTES_PER_PIECE
+from mpistrat.variables.variable import placement_of, storage_of
 
 _logger = logging.getLogger("mpistrat")
 
@@ -92,7 +94,7 @@ class SavePlan:
         drift: str = "warn",
         overwrite: bool | None = None,
     ) -> None:
-        self._tree = tree = walk(root._checkpoint_children())
+        self._tree = tree = tree_of(root)
         self.collectives: Collectives = _collectives_for(tree, what)
         replaces = Replaces.OWN_NAMES
         if overwrite is not None:
@@ -150,7 +152,7 @@ class SavePlan:
         is_compared = self.collectives.size > 1
         for name, each in self._tree.stateful.items():
             if isinstance(each, PerReplicaState):
-                self._of_replicas[name] = each._own_states(name)
+                self._of_replicas[name] = own_states(each, name)
                 continue
             state = self._states[name] = split_object(each, name)
             self._check_shards(name, state)
@@ -217,7 +219,7 @@ class SavePlan:
         # In the same order on every rank, which the constructor has compared: most items are
         # collective.
         for name, variable in self._tree.variables.items():
-            if variable._placement.is_in_parts and self._keeps_parts(variable):
+            if placement_of(variable).is_in_parts and self._keeps_parts(variable):
                 yield _item_of_parts(name, variable, self._is_parallel)
             else:
                 is_equal = name not in self._drifted
@@ -294,10 +296,10 @@ def _item_of_variable(name: str, variable: Variable, is_divided: bool) -> Item:
     If `is_divided`, ranks that have the same values divide the large variables among them.
     """
     value = variable._save_value()
-    placement = variable._placement
+    placement = placement_of(variable)
     # The value is either the storage of the variable itself, which stays until the end of the save,
     # or an array that was created for this call.
-    is_kept = placement.is_here and value is variable._storage
+    is_kept = placement.is_here and value is storage_of(variable)
     life = BufferLifetime.LONG if is_kept else BufferLifetime.BRIEF
     is_whole = isinstance(variable, MirroredVariable) and not placement.is_in_parts
     if is_divided and is_whole and _num_bytes(variable) >= BYTES_WORTH_A_THREAD:
@@ -307,7 +309,7 @@ def _item_of_variable(name: str, variable: Variable, is_divided: bool) -> Item:
 
 def _item_of_parts(name: str, variable: Any, is_parallel: bool) -> Item:
     """Return an item whose parts the ranks write, or whose pieces are sent to rank 0."""
-    placement = variable._placement
+    placement = placement_of(variable)
     box = placement.box
     if not is_parallel or box is None or not isinstance(variable, WrittenTogether):
         return _described(name, variable, pieces=variable._pieces_for_root())
@@ -425,7 +427,7 @@ def _digest_of_state(state: SplitState, with_values: bool) -> str:
 
 
 def _digest_of_variable(variable: Variable) -> str:
-    return _digest_of_array(host_view(variable._storage))
+    return _digest_of_array(host_view(storage_of(variable)))
 
 
 def _digest_of_array(array: np.ndarray) -> str:

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.checkpoint.manager import CheckpointManager
-from mpistrat.checkpoint.object_graph import collectives_for, walk
+from mpistrat.checkpoint.manager import CheckpointManager, knows_step
+from mpistrat.checkpoint.object_graph import collectives_for, tree_of
 from mpistrat.options import ReduceOp
 from mpistrat.settings import environment
 
@@ -73,7 +73,7 @@ class PreemptionCheckpointHandler:
         if not isinstance(manager, CheckpointManager):
             raise TypeError(f"{_WHAT} needs a CheckpointManager, not {manager!r}.")
         self._manager = manager
-        self._collectives = collectives_for(walk(manager.checkpoint._checkpoint_children()), _WHAT)
+        self._collectives = collectives_for(tree_of(manager.checkpoint), _WHAT)
         self._noticed: str | None = None
         self._has_saved = False
         self._has_warned = False
@@ -127,7 +127,7 @@ class PreemptionCheckpointHandler:
         # The same on all ranks, so all of them leave out the reduction below.
         if self._has_saved:
             return True
-        if step is None and not self._manager._knows_step:
+        if step is None and not knows_step(self._manager):
             self._warn_without_step()
         # The clocks of nodes differ. The reduction below makes the first rank's notice that of all
         # ranks, at the same step.

@@ -48,6 +48,7 @@ from mpistrat.options import VariableSynchronization
 from mpistrat.sharding import Box, cut
 from mpistrat.variables import SyncOnReadVariable, Variable
 from mpistrat.variables.kinds import load_components
+from mpistrat.variables.variable import placement_of, storage_of
 
 _SMALL_BYTES, _MOST_JOINED = 1 << 15, 64
 """Variables of at most this many bytes travel together, and how many do at most."""
@@ -348,7 +349,7 @@ def load_variables(call: CollectiveCall, values: Values, variables: Mapping[str,
         if own is not None:
             begin = 0
             for piece in pieces(own, BYTES_PER_PIECE):
-                variable._load_piece(begin, piece)
+                _load(variable, begin, piece)
                 begin += piece.size
 
 
@@ -375,7 +376,7 @@ def _pieces_from(owner: int, values: Values, variables: Mapping[str, Variable]) 
             # The broadcast writes straight into the storage of the variable. The pieces end where
             # those of `_pieces_to_assign` end, so sender and receivers have buffers of equal
             # length.
-            memory = variable._storage if array is None else array
+            memory = storage_of(variable) if array is None else array
             yield from map(_Piece, pieces(memory, BYTES_PER_PIECE))
         else:
             yield from _pieces_to_assign(variable)
@@ -396,7 +397,7 @@ def _joined(variables: Mapping[str, Variable], values: Values) -> Iterator[_Piec
 
         def assign(flat: Mapping[str, np.ndarray] = flat) -> None:
             for name in flat.keys() - values.arrays.keys():
-                variables[name]._load_piece(0, flat[name])
+                _load(variables[name], 0, flat[name])
 
         yield _Piece(memory, assign)
 
@@ -407,7 +408,11 @@ def _pieces_to_assign(variable: Variable) -> Iterator[_Piece]:
     memory = np.empty(min(size, _length(variable.dtype)), variable.dtype)
     for each in cut(size, _length(variable.dtype)):
         piece = memory[: each.stop - each.start]
-        yield _Piece(piece, functools.partial(variable._load_piece, each.start, piece))
+        yield _Piece(piece, functools.partial(_load, variable, each.start, piece))
+
+
+def _load(variable: Variable, start: int, piece: np.ndarray) -> None:
+    variable._load_piece(start, piece)
 
 
 def _num_bytes(variable: Variable) -> int:
@@ -420,24 +425,36 @@ def _length(dtype: np.dtype) -> int:
     return max(1, BYTES_PER_PIECE // dtype.itemsize)
 
 
+def _host_part(variable: Variable) -> tuple[Box | None, np.ndarray] | None:
+    """Return the host memory that holds the stored bytes of `variable`, and which part they are.
+
+    The part is ``None`` for all elements. Without such memory return ``None``: components of a
+    SyncOnRead variable, for example, are made from what a file stores.
+    """
+    placement = placement_of(variable)
+    if variable.synchronization is VariableSynchronization.ON_READ or not placement.is_here:
+        return None
+    storage = storage_of(variable)
+    return (placement.box, placement.own_storage(storage)) if is_on_host(storage) else None
+
+
 def _has_bytes(variable: Variable) -> bool:
     """Return whether the memory of `variable` is to hold all bytes of the file."""
-    placement, on_read = variable._placement, VariableSynchronization.ON_READ
-    if variable.synchronization is on_read or placement.box or not placement.is_here:
-        return False
-    return is_on_host(variable._storage)
+    part = _host_part(variable)
+    return part is not None and part[0] is None
 
 
 def _has_part(variable: Variable) -> bool:
     """Return whether the memory of `variable` is to hold a part of the bytes of the file."""
-    if variable.synchronization is VariableSynchronization.ON_READ:
-        return False
-    return variable._placement.box is not None and is_on_host(variable._storage)
+    part = _host_part(variable)
+    return part is not None and part[0] is not None
 
 
 def _read_own(handle: int, extent: Extent, variable: Variable) -> None:
     """Read what this rank stores of a variable at `extent` of a file."""
-    box, own = variable._placement.box, variable._own_storage
+    part = _host_part(variable)
+    assert part is not None
+    box, own = part
     # `read_at` moves the bytes of the file into the storage of the variable, without a copy
     # between.
     if box is None:

@@ -127,15 +127,6 @@ class PerReplicaState:
             )
         self._replicas, self._num_replicas = own, of_all
 
-    def _is_to_reshard(self, state: object) -> bool:
-        """Return whether `reshard` is to convert a `state` of another number of replicas."""
-        states = state.get("replicas") if isinstance(state, dict) else None
-        is_other = isinstance(states, list) and len(states) != self._num_replicas
-        return is_other and self._reshard is not None
-
-    def _own_states(self, path: str) -> list[SplitState]:
-        return [split_object(each, path) for each in self._targets]
-
     def __repr__(self) -> str:
         return f"PerReplicaState({', '.join(map(repr, self._targets))})"
 
@@ -165,7 +156,7 @@ class _VariableState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the value."""
-        return {"value": host_copy(self._variable._storage)}
+        return {"value": host_copy(self._variable.storage)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Assign the value."""
@@ -173,6 +164,20 @@ class _VariableState:
 
     def __repr__(self) -> str:
         return repr(self._variable)
+
+
+def is_to_reshard(stateful: object, state: object) -> bool:
+    """Return whether `reshard` is to convert a `state` of a different number of replicas."""
+    if not isinstance(stateful, PerReplicaState):
+        return False
+    states = state.get("replicas") if isinstance(state, dict) else None
+    is_other = isinstance(states, list) and len(states) != stateful._num_replicas
+    return is_other and stateful._reshard is not None
+
+
+def own_states(stateful: PerReplicaState, path: str) -> list[SplitState]:
+    """Return the state of each replica of this rank, as JSON and arrays."""
+    return [split_object(each, path) for each in stateful._targets]
 
 
 def assign_replicas(stateful: Iterable[object], layout: Layout) -> None:

@@ -24,7 +24,7 @@ from mpistrat.checkpoint.deferred import (
     no_shards,
 )
 from mpistrat.checkpoint.format import checked_path
-from mpistrat.checkpoint.object_graph import Tree, collectives_for, walk
+from mpistrat.checkpoint.object_graph import Tree, collectives_for, tree_of
 from mpistrat.checkpoint.read import (
     Shape,
     SharedFile,
@@ -110,7 +110,7 @@ class RestoreStatus:
         return [f"{path} ({of})" for path, of in self._restoration.left().items()]
 
     def _check(self, unexpected: list[str]) -> None:
-        tree = walk(self._root._checkpoint_children())
+        tree = tree_of(self._root)
         missing = _missing(tree, self._restoration.restored)
         _raise_unmatched(self._restoration.path, missing, unexpected)
 
@@ -163,7 +163,7 @@ def restore(
     Everything is read, checked and compared before the first object changes.
     """
     began_s = time.perf_counter()
-    tree = walk(root._checkpoint_children())
+    tree = tree_of(root)
     collectives = collectives_for(tree, _WHAT)
     with collectives.call(_WHAT) as call:
         path = checked_path(_WHAT, path)

@@ -723,3 +723,13 @@ class Variable(NDArrayOperatorsMixin):
         ]
         rows += [] if values is None else [("local component", values)]
         return html_table(f"{type(self).__name__} {self.name!r}", rows)
+
+
+def placement_of(variable: Variable) -> Whole:
+    """Return which elements of `variable` each rank stores and updates."""
+    return variable._placement
+
+
+def storage_of(variable: Variable) -> Array:
+    """Return the local component, also after its strategy is closed."""
+    return variable._storage
