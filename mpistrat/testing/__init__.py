@@ -3,7 +3,7 @@
 `mpistrat.testing.plugin` has fixtures for pytest, which the rest of this package does not need.
 """
 
-from mpistrat.faults.injection import Injection
+from mpistrat.faults import Injection
 from mpistrat.testing.conformance import StrategyTests, assert_all_ranks
 from mpistrat.testing.faults import inject
 from mpistrat.testing.launch import run as run_on_ranks
