@@ -18,13 +18,13 @@ from mpistrat.data.distributed_dataset import (
     RankDataset,
     RankPipeline,
     ReplicaPart,
+    memory_for,
 )
 from mpistrat.data.fingerprint import check_same, digest, order_digest
 from mpistrat.data.hdf5.source import Hdf5Source, agree_on_files, check_copies, describe_files
 from mpistrat.data.order import ENDLESS, UNKNOWN
 from mpistrat.data.pipeline import Pipeline, Prefetch
 from mpistrat.data.spec import ArraySpec
-from mpistrat.data.transfer import memory_for
 from mpistrat.data.transformations.batch import Batch, WholeBatches
 from mpistrat.data.transformations.cache import Cached, share_cache
 from mpistrat.data.transformations.filter import Filtered, evaluate_filter

@@ -11,9 +11,9 @@ import numpy as np
 from mpistrat import hdf5
 from mpistrat.data.hdf5.catalog import Catalog
 from mpistrat.data.hdf5.fields import encoded
-from mpistrat.data.hdf5.files import OpenFiles
 from mpistrat.data.hdf5.layouts import Output
 from mpistrat.data.hdf5.locate import Kind
+from mpistrat.data.hdf5.open_files import OpenFiles
 from mpistrat.data.hdf5.types import Form, member, value_of
 from mpistrat.errors import DataError
 

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from mpistrat.data.hdf5.catalog import Catalog
-from mpistrat.data.hdf5.files import OpenFiles
 from mpistrat.data.hdf5.layouts import Storage
+from mpistrat.data.hdf5.open_files import OpenFiles
 from mpistrat.native import native_library
 
 

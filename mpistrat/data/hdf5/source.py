@@ -20,7 +20,7 @@ from mpistrat.data.hdf5.catalog import Catalog, Known, read_catalog
 from mpistrat.data.hdf5.chunk_cache import RowCache
 from mpistrat.data.hdf5.examples import Allocate
 from mpistrat.data.hdf5.fields import Field, as_field
-from mpistrat.data.hdf5.reader import Hdf5Reader
+from mpistrat.data.hdf5.row_reader import Hdf5Reader
 from mpistrat.data.order import PlainSource
 from mpistrat.data.random import PassStream
 from mpistrat.errors import DataError
