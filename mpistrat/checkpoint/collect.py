@@ -44,8 +44,8 @@ from mpistrat.checkpoint.writer import (
 )
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.errors import CheckpointError, ContextError
-from mpistrat.system.digests import digest_of_values
 from mpistrat.system.text import rank_list
+from mpistrat.system.xxh3 import digest_of_values
 from mpistrat.trackable import Trackable
 from mpistrat.variables import MirroredVariable, SyncOnReadVariable, Variable
 from mpistrat.variables.drift import digest_of

@@ -10,9 +10,9 @@ from mpistrat.checkpoint.state_json import SplitState
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.errors import CheckpointError, ReplicaDriftError, ReplicaDriftWarning
 from mpistrat.layout import Layout
-from mpistrat.system.digests import digest_of_values
 from mpistrat.system.text import rank_list
-from mpistrat.user_warnings.once import warn_once
+from mpistrat.system.xxh3 import digest_of_values
+from mpistrat.user_warnings import warn_once
 from mpistrat.variables import MirroredVariable, Variable
 from mpistrat.variables.drift import digest_of
 

@@ -28,7 +28,7 @@ from mpistrat.mpi.world import is_started, started_world
 from mpistrat.system.exit_hooks import Phase, at
 from mpistrat.system.files import claimed, hidden_beside
 from mpistrat.system.text import rank_list
-from mpistrat.user_warnings.once import warn_once
+from mpistrat.user_warnings import warn_once
 
 WRITERS = "writers"
 """The attribute of the group of variables, in files of jobs of several ranks."""

@@ -49,7 +49,7 @@ from mpistrat.data.transformations.zip import Zipped
 from mpistrat.data.views import View, view_or_stream
 from mpistrat.options import AutoShardPolicy
 from mpistrat.system.hints import HintedType
-from mpistrat.user_warnings.whole_batches import note_batch
+from mpistrat.user_warnings import note_batch
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -26,8 +26,7 @@ from mpistrat.data.spec import empty_batch, open_batch
 from mpistrat.errors import CollectiveError, DataError
 from mpistrat.ragged import Ragged
 from mpistrat.system.text import rank_list, ranks_by_value
-from mpistrat.user_warnings.empty_parts import note_part
-from mpistrat.user_warnings.once import warn_once
+from mpistrat.user_warnings import note_part, warn_once
 from mpistrat.values import PerReplica
 
 if TYPE_CHECKING:

@@ -24,8 +24,8 @@ from mpistrat.data.hdf5.row_reader import Hdf5Reader
 from mpistrat.data.order import PlainSource
 from mpistrat.data.random import PassStream
 from mpistrat.errors import DataError
-from mpistrat.system.digests import digest_of_values, mixed_digest
 from mpistrat.system.text import brief, rank_list, ranks_by_value
+from mpistrat.system.xxh3 import digest_of_values, mixed_digest
 
 if TYPE_CHECKING:
     from mpistrat.collectives.collectives import Collectives

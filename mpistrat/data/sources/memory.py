@@ -25,8 +25,8 @@ from mpistrat.data.order import (
 from mpistrat.data.random import PassKey, PassStream
 from mpistrat.data.spec import ArraySpec, fitted, object_column
 from mpistrat.errors import DataError
-from mpistrat.system.digests import digest_of_values, mixed_digest
 from mpistrat.system.text import array_type
+from mpistrat.system.xxh3 import digest_of_values, mixed_digest
 
 
 class _InMemory(PlainSource):
