@@ -24,7 +24,7 @@ from mpistrat.data.pipeline import Pipeline, Prepare
 from mpistrat.data.sources.memory import GeneratorSource, generators_of
 from mpistrat.data.spec import empty_batch, open_batch
 from mpistrat.errors import CollectiveError, DataError
-from mpistrat.ragged import Ragged
+from mpistrat.ragged import Ragged, map_ragged
 from mpistrat.system.text import rank_list, ranks_by_value
 from mpistrat.user_warnings import note_part, warn_once
 from mpistrat.values import PerReplica
@@ -447,7 +447,7 @@ class _HostTransfer:
     def end(self, leaf: Any) -> Any:
         """Return the array in host memory."""
         if isinstance(leaf, Ragged):
-            return leaf._map(host_view)
+            return map_ragged(host_view, leaf)
         return host_view(leaf) if _is_moved(leaf) else leaf
 
     def close(self) -> None:
@@ -489,7 +489,7 @@ class _DeviceTransfer:
     def _prepare(self, begun: list[_Arrival], leaf: Any) -> Any:
         """Return what arrives for a leaf, and add it to `begun` if it is to be copied."""
         if isinstance(leaf, Ragged):
-            return leaf._map(functools.partial(self._prepare, begun))
+            return map_ragged(functools.partial(self._prepare, begun), leaf)
         if not _is_moved(leaf):
             return leaf
         if not is_on_host(leaf):
@@ -513,7 +513,7 @@ class _DeviceTransfer:
     def end(self, leaf: Any) -> Any:
         """Have what the program queues from now on wait for the copy."""
         if isinstance(leaf, Ragged):
-            return leaf._map(self.end)
+            return map_ragged(self.end, leaf)
         if not isinstance(leaf, _Arrival):
             return leaf
         with self._device.current():

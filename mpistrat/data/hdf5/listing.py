@@ -24,6 +24,7 @@ from mpistrat.data.hdf5.fields import (
     matches_path,
     object_at,
     parts_of,
+    shown,
     what_is_there,
 )
 from mpistrat.data.hdf5.filters import install_filter, missing_filters
@@ -153,7 +154,7 @@ class _Lister:
         self._own_name = self._h5f.get_name(file.id)
         self.file, self.field, self._linked = file, field, linked
         self._attribute = None if field.attribute is None else encoded(field.attribute)
-        self.where = f"The field {field._text} of {path}"
+        self.where = f"The field {shown(field)} of {path}"
         self.members: tuple[str, ...] = ()
         self.names: list[str] = []
         self._shapes: list[tuple[int, ...]] = []

@@ -35,6 +35,7 @@ from mpistrat.data.hdf5.rows import (
     lies_in_one_piece,
 )
 from mpistrat.data.order import Block
+from mpistrat.data.spec import known_shape
 from mpistrat.errors import DataError
 from mpistrat.system.threads import clean_up
 
@@ -79,7 +80,7 @@ class Hdf5Reader:
         self._num_helpers = self._threads.count - 1 if window_rows else 0
         self._pid, self._plans = os.getpid(), plan_fields(catalog, window_rows)
         specs = [layout.spec for layout in catalog.files[0].layouts]
-        self._specs = [(spec._known_shape, spec.dtype) for spec in specs]
+        self._specs = [(known_shape(spec), spec.dtype) for spec in specs]
         caches = {} if single_caches is None else single_caches
         self._singles = [
             SingleReader(catalog, number, self._files, caches.setdefault(number, {}))
@@ -191,7 +192,7 @@ class Hdf5Reader:
         placed_of = {placed.number: placed for placed in self._placed}
         leaves = []
         for number, found in enumerate(self._catalog.outputs):
-            shape = found.spec._known_shape
+            shape = known_shape(found.spec)
             if number in placed_of:
                 placed = placed_of[number]
                 output = placed.end(placed.begin(files, rows, self._num_helpers, length), True)
