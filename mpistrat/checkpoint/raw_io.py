@@ -20,8 +20,8 @@ import numpy as np
 from mpistrat.arrays import Array, host_view, pieces
 from mpistrat.checkpoint.digests import ArrayDigest, hasher_like
 from mpistrat.native import native_library
+from mpistrat.system.background import Background
 from mpistrat.system.cpu import num_cores
-from mpistrat.system.threads import Background
 
 BYTES_PER_PIECE = 2**21
 """What a copy from the device costs in host memory, and about how much stays in a cache."""

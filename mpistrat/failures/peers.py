@@ -20,6 +20,7 @@ from mpistrat.failures import logs
 from mpistrat.failures.monitor import Address, Handler, Monitor, Question
 from mpistrat.failures.process_state import process
 from mpistrat.settings import settings_at_the_end
+from mpistrat.system.background import call_later
 from mpistrat.system.callsite import (
     UNKNOWN_PLACE,
     CodeOwner,
@@ -29,7 +30,6 @@ from mpistrat.system.callsite import (
 )
 from mpistrat.system.exit_hooks import is_at_work
 from mpistrat.system.text import rank_list
-from mpistrat.system.threads import call_later
 
 _MAX_FRAMES = 4
 

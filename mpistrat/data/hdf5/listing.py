@@ -67,11 +67,6 @@ class Listing:
         text = json.dumps([self.names, self.parts, self.members, self.shapes.tolist()])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    @property
-    def is_uniform(self) -> bool:
-        """Whether all matches have one shape."""
-        return bool((self.shapes == self.shapes[:1]).all())
-
     def is_of(self, file: Any) -> bool:
         """Return whether some of the datasets lie in an open file where this says."""
         # The file may be a copy, byte by byte or written again.

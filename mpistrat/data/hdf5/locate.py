@@ -25,7 +25,6 @@ from mpistrat.data.hdf5.linked_files import other_files, warn_of_files_elsewhere
 from mpistrat.data.hdf5.listing import Listing, list_matches
 from mpistrat.data.hdf5.types import (
     READABLE,
-    Leaf,
     UnreadableType,
     dtype_of,
     is_readable,
@@ -74,10 +73,7 @@ class Located:
     @property
     def spec(self) -> Any:
         """The nest of specs of an example."""
-        return nests.map_nest(self._spec_of, self.leaves)
-
-    def _spec_of(self, leaf: Leaf) -> Any:
-        return leaf.spec(self.shape)
+        return nests.map_nest(lambda leaf: leaf.spec(self.shape), self.leaves)
 
 
 def locate(

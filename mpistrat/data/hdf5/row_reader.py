@@ -37,7 +37,7 @@ from mpistrat.data.hdf5.rows import (
 from mpistrat.data.order import Block
 from mpistrat.data.spec import known_shape
 from mpistrat.errors import DataError
-from mpistrat.system.threads import clean_up
+from mpistrat.system.background import clean_up
 
 _READ_ERRORS = (OSError, KeyError, TypeError, ValueError, RuntimeError)  # those of h5py
 

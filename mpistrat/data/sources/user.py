@@ -27,7 +27,7 @@ from mpistrat.data.spec import (
 )
 from mpistrat.errors import DataError
 from mpistrat.mpi.launcher import cores_of_rank
-from mpistrat.system.threads import clean_up
+from mpistrat.system.background import clean_up
 
 _MAX_THREADS = 8
 _PIECE_ROWS = 64
