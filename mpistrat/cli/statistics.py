@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ import numpy as np
 from mpistrat.checkpoint.format import BITS_OF_FLOATS
 from mpistrat.checkpoint.reader import CheckpointReader
 from mpistrat.comm.wire import named_dtype
+from mpistrat.data.hdf5.fields import natural_key
 from mpistrat.system.plots import LIGHT, add_heading, new_figure, printable, save_plot, styled
 
 
@@ -227,7 +227,7 @@ def choose_scale(ranges: Sequence[tuple[float, float]]) -> tuple[SymmetricLog, f
 def draw(reader: CheckpointReader, path: Path) -> str:
     """Draw a ridge for each variable into a PNG; return a note on those left out."""
     largest = sorted(reader.variables, key=lambda name: -reader.variables[name].size_bytes)
-    names = sorted(largest[:_MAX_RIDGES], key=_natural)
+    names = sorted(largest[:_MAX_RIDGES], key=natural_key)
     pieces = {name: functools.partial(numbers_of, reader, name) for name in names}
     ranges = [found for name in names if (found := finite_limits(pieces[name]())) is not None]
     scale, start, stop = choose_scale(ranges)
@@ -258,11 +258,6 @@ def draw(reader: CheckpointReader, path: Path) -> str:
     if not left:
         return ""
     return f"{path} shows the {len(names)} largest variables; {left} more have no room."
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    """Return a key by which layer 10 comes after layer 9."""
-    return [(int(each), "") if each.isdigit() else (-1, each) for each in re.split(r"(\d+)", name)]
 
 
 def _layer(name: str) -> str:

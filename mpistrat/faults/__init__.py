@@ -23,7 +23,7 @@ from mpistrat.arrays import Array
 from mpistrat.comm.wire import is_narrow
 from mpistrat.failures.logs import close
 from mpistrat.mpi.world import started_world
-from mpistrat.settings import settings
+from mpistrat.settings import not_negative_integer, positive_integer, settings
 from mpistrat.system.text import rank_list
 
 _GRAMMAR = (
@@ -58,22 +58,8 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise ValueError
-    return number
-
-
 def _bit(text: str) -> int | None:
-    return None if text == "sign" else _count(text)
-
-
-def _number_from_1(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError
-    return number
+    return None if text == "sign" else not_negative_integer(text)
 
 
 def _exit_code(text: str) -> int:
@@ -116,9 +102,9 @@ _KINDS = {
     "_exit": _Kind(_exit_code, "0"),
 }
 _KEYS: dict[str, Callable[[str], int]] = {
-    "rank": _count,
-    "collective": _number_from_1,
-    "seed": _count,
+    "rank": not_negative_integer,
+    "collective": positive_integer,
+    "seed": not_negative_integer,
 }
 
 

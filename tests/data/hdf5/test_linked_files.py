@@ -11,7 +11,7 @@ from mpistrat.cli import main
 from mpistrat.data import Dataset, Field
 from mpistrat.data.hdf5 import open_files
 from mpistrat.errors import DataError
-from tests.data.hdf5.test_files import touched
+from tests.data.hdf5.test_open_files import touched
 
 VALUES = np.arange(1, 41, dtype="i4").reshape(20, 2)
 
