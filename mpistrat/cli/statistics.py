@@ -174,7 +174,7 @@ class SymmetricLog:
 
 
 @dataclass(frozen=True)
-class Ridge:
+class _Ridge:
     """The distribution of one variable."""
 
     counts: np.ndarray
@@ -189,7 +189,7 @@ def finite_limits(pieces: Iterable[np.ndarray]) -> tuple[float, float] | None:
     return None if found.min is None or found.max is None else (found.min, found.max)
 
 
-def binned(pieces: Iterable[np.ndarray], scale: SymmetricLog, edges: np.ndarray) -> Ridge:
+def binned(pieces: Iterable[np.ndarray], scale: SymmetricLog, edges: np.ndarray) -> _Ridge:
     """Return the numbers of values between `edges`, which are places on the scale."""
     counts = np.zeros(edges.size - 1, np.int64)
     num_nan = num_all = 0
@@ -200,7 +200,7 @@ def binned(pieces: Iterable[np.ndarray], scale: SymmetricLog, edges: np.ndarray)
         # Rounding must not put the extreme values outside of all bins.
         places = np.clip(scale(_finite(piece)), edges[0], edges[-1])
         counts += np.histogram(places, edges)[0]
-    return Ridge(counts, num_nan, num_all - num_nan - int(counts.sum()))
+    return _Ridge(counts, num_nan, num_all - num_nan - int(counts.sum()))
 
 
 def _finite(piece: np.ndarray) -> np.ndarray:
@@ -275,7 +275,7 @@ def _colour(names: Sequence[str], name: str) -> str:
     return LIGHT.series[layers.index(_layer(name)) % 4]
 
 
-def _draw_ridge(axes: Any, row: int, edges: np.ndarray, ridge: Ridge, colour: str) -> None:
+def _draw_ridge(axes: Any, row: int, edges: np.ndarray, ridge: _Ridge, colour: str) -> None:
     axes.axhline(row, color=LIGHT.line, linewidth=0.5, zorder=row)
     if not ridge.counts.any():
         is_empty = not ridge.num_nan + ridge.num_infinite
@@ -293,7 +293,7 @@ def _draw_ridge(axes: Any, row: int, edges: np.ndarray, ridge: Ridge, colour: st
     axes.plot(middles, top, color=LIGHT.ground, linewidth=0.6, zorder=row + 0.5)
 
 
-def _write_notes(axes: Any, row: int, info: Any, ridge: Ridge) -> None:
+def _write_notes(axes: Any, row: int, info: Any, ridge: _Ridge) -> None:
     """Write dtype and shape at the right, and what cannot be drawn."""
     kind = f"|{info.dtype}|" if info.dtype.kind == "c" else str(info.dtype)
     odd = [(ridge.num_nan, "NaN"), (ridge.num_infinite, "infinite")]

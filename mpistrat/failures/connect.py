@@ -53,6 +53,8 @@ from mpistrat.version import (
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+_logger = logging.getLogger("mpistrat")
+
 _MASK = 2**64 - 1
 
 _INSTALLED = (
@@ -62,11 +64,11 @@ _INSTALLED = (
 """What must be the same on all ranks."""
 
 
-_abandoned: list[Rendezvous] = []
+_abandoned: list[_Rendezvous] = []
 """MPI may still write to the memory of those that some ranks never came to."""
 
 
-class Rendezvous:
+class _Rendezvous:
     """Nonblocking meeting of the ranks of `comm`, of which some may have left the program."""
 
     # Every version of the package does the same here, or ranks with different ones would hang: a
@@ -167,14 +169,13 @@ class Rendezvous:
 _POLL_S = 0.0002
 _LONG_POLL_S = 0.002
 """The same after a second, when more than an answer is missing."""
-_logger = logging.getLogger("mpistrat")
 
 
 def open_channel(comm: MPI.Intracomm, timeout_s: float | None, is_elastic: bool = False) -> Channel:
     """Return the channel of `comm`, a fresh one after a `CollectiveError`. **Collective**."""
 
     def make() -> Channel:
-        rendezvous = Rendezvous(comm, opens=True, is_elastic=is_elastic)
+        rendezvous = _Rendezvous(comm, opens=True, is_elastic=is_elastic)
         if rendezvous.has_fewer:
             raise loss_error(comm, rendezvous.lost_ranks() or [], "MPIStrategy()")
         if not _wait_for_all(rendezvous, timeout_s, _log_wait):
@@ -201,7 +202,7 @@ def open_last_channel(limit_s: float, has_failed: bool) -> Channel | None:
         return open_channel(comm, limit_s)
     # It makes the same calls as the one that `open_channel` makes, so it matches a rank that opens
     # its first strategy.
-    rendezvous = Rendezvous(comm, opens=False)
+    rendezvous = _Rendezvous(comm, opens=False)
     if not _wait_for_all(rendezvous, limit_s) or not rendezvous.is_wanted():
         return None
     channel: Channel = attached(comm, "channel", lambda: _connected(rendezvous, limit_s, comm))
@@ -209,9 +210,9 @@ def open_last_channel(limit_s: float, has_failed: bool) -> Channel | None:
 
 
 def _wait_for_all(
-    rendezvous: Rendezvous,
+    rendezvous: _Rendezvous,
     limit_s: float | None,
-    on_long_wait: Callable[[Rendezvous, float], None] | None = None,
+    on_long_wait: Callable[[_Rendezvous, float], None] | None = None,
 ) -> bool:
     """Wait until all ranks have come, and return whether they have within the limit."""
     began = time.monotonic()
@@ -230,7 +231,7 @@ def _wait_for_all(
     return True
 
 
-def _log_wait(rendezvous: Rendezvous, waited_s: float) -> None:
+def _log_wait(rendezvous: _Rendezvous, waited_s: float) -> None:
     _logger.warning(
         "rank %d of %d has waited for %.0f s in MPIStrategy() for ranks that have not made it yet. "
         "Every rank of the communicator must.",
@@ -238,7 +239,7 @@ def _log_wait(rendezvous: Rendezvous, waited_s: float) -> None:
     )
 
 
-def _connected(rendezvous: Rendezvous, timeout_s: float | None, comm: MPI.Intracomm) -> Channel:
+def _connected(rendezvous: _Rendezvous, timeout_s: float | None, comm: MPI.Intracomm) -> Channel:
     """Return the channel of the ranks that have met, with all that watches it. **Collective**."""
     from mpi4py import MPI
 

@@ -42,6 +42,8 @@ from mpistrat.system.text import rank_list
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+_logger = logging.getLogger("mpistrat")
+
 _END_S = 5.0
 """For MPI to end, which waits for the other ranks."""
 _FINALIZE_S = 1.0
@@ -130,7 +132,7 @@ def end_without_mpi() -> None:
         exit_hooks.at(exit_hooks.Phase.AFTER_LAST_ROUND, _end)
 
 
-def bound_end_of_mpi() -> None:
+def _bound_end_of_mpi() -> None:
     """Have this process end itself if MPI does not end within some seconds. At the end only."""
     # A rank that is killed in MPI_Finalize of Open MPI may keep the others there forever.
     code, library = _known.code(), native_library()
@@ -148,8 +150,6 @@ def _end() -> None:
     if not (is_left and library.leave_at_exit()):
         os._exit(1 if code is None else code)
 
-
-_logger = logging.getLogger("mpistrat")
 
 _PRINT_S = 0.3
 """For a launcher to read the last line."""
@@ -183,7 +183,7 @@ def leave_out(channel: Channel, lost: Collection[int]) -> None:
 def outlive_losses() -> None:
     """Have this process end as its program does, also where ranks are lost at its end."""
     process.outlives_losses = True
-    process.when_all_have_ended = bound_end_of_mpi
+    process.when_all_have_ended = _bound_end_of_mpi
     note_exit_code()
 
 

@@ -58,7 +58,7 @@ class RankState(str, enum.Enum):
     """It cannot be asked."""
 
 
-NEVER_COMES = (RankState.STOPPED, RankState.SILENT, RankState.GONE)
+_NEVER_COMES = (RankState.STOPPED, RankState.SILENT, RankState.GONE)
 
 
 def rank_state(channel: Channel, channels: Sequence[Channel], has_left: bool) -> Answer:
@@ -123,7 +123,7 @@ def describe_rank_state(found: Answer) -> str:
     }[state]
 
 
-def is_suspended(pid: int) -> bool:
+def _is_suspended(pid: int) -> bool:
     """Return whether a process of this host is stopped by a signal."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
@@ -236,7 +236,7 @@ class MonitorClient(Peers):
         except TimeoutError:
             # The system accepts connections for a stopped process too, up to the backlog. So
             # silence means that the process is there.
-            suspended = address.host == socket.gethostname() and is_suspended(address.pid)
+            suspended = address.host == socket.gethostname() and _is_suspended(address.pid)
             return place | {"state": RankState.STOPPED if suspended else RankState.SILENT}
         except (OSError, ValueError):
             pass
@@ -331,7 +331,7 @@ class MonitorClient(Peers):
         return "\n".join(
             f"  {rank_list(self._channel.names([rank]))}: {describe_rank_state(each)}"
             for rank, each in found.items()
-            if each["state"] in NEVER_COMES
+            if each["state"] in _NEVER_COMES
         )
 
     def report_loss(self, rank: int) -> None:

@@ -21,6 +21,8 @@ from mpistrat.system.files import write_atomically
 from mpistrat.system.text import rank_list
 from mpistrat.tracing import spans
 
+_logger = logging.getLogger("mpistrat")
+
 # "Trace Event Format", https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 
 _WAITING = "waiting for ranks"
@@ -28,10 +30,10 @@ _MOVING = "moving data"
 _US_PER_S = 1e6
 _MIB = 2.0**20
 
-Event = dict[str, Any]
+_Event = dict[str, Any]
 
 
-class Span(NamedTuple):
+class _Span(NamedTuple):
     """A span of time on one rank."""
 
     category: str
@@ -51,14 +53,14 @@ class Span(NamedTuple):
         return self.facts["channel"], self.facts["number"]
 
 
-def label(name: str, rank: int, facts: dict[str, Any]) -> Event:
+def _label(name: str, rank: int, facts: dict[str, Any]) -> _Event:
     """Return the event that labels the rows of a rank."""
     return {"name": name, "ph": "M", "pid": rank, "tid": 0, "args": facts}
 
 
-def slices(
-    span: Span, rank: int, row: int, offset_ns: float, last_rank: int | None
-) -> Iterator[Event]:
+def _slices(
+    span: _Span, rank: int, row: int, offset_ns: float, last_rank: int | None
+) -> Iterator[_Event]:
     """Yield the events of one span: for a collective also its waiting, and its moving of data."""
     facts = {key: value for key, value in span.facts.items() if key != "agreed_ns"}
     pieces = [(span.name, span.category, span.began_ns, span.ended_ns, facts)]
@@ -93,7 +95,7 @@ class _Arrival(NamedTuple):
     row: int
 
 
-class Flows:
+class _Flows:
     """Arrows from the rank that came last to a collective, to each rank that it released."""
 
     # One arrival is kept for each collective, whatever the number of ranks.
@@ -102,7 +104,7 @@ class Flows:
         self._last: dict[Any, _Arrival] = {}
         self._num_flows = 0
 
-    def add(self, span: Span, rank: int, row: int, offset_ns: float) -> None:
+    def add(self, span: _Span, rank: int, row: int, offset_ns: float) -> None:
         """Take note of when a rank came to a collective."""
         if (meeting := span.meeting) is not None:
             arrival = _Arrival((span.began_ns - offset_ns) / _NS_PER_US, rank, row)
@@ -110,12 +112,12 @@ class Flows:
             # ranks.
             self._last[meeting] = max(self._last.get(meeting, arrival), arrival)
 
-    def last_rank(self, span: Span) -> int | None:
+    def last_rank(self, span: _Span) -> int | None:
         """Return who came last to a collective, ``None`` for other spans."""
         meeting = span.meeting
         return None if meeting is None else self._last[meeting].rank
 
-    def arrow(self, span: Span, rank: int, row: int, offset_ns: float) -> Iterator[Event]:
+    def arrow(self, span: _Span, rank: int, row: int, offset_ns: float) -> Iterator[_Event]:
         """Yield start and finish of the arrow to this rank, if it waited for another."""
         meeting = span.meeting
         if meeting is None or (last := self._last[meeting]).rank == rank:
@@ -131,14 +133,14 @@ class Flows:
         yield shared | {"ph": "f", "bp": "e", "ts": ts, "pid": rank, "tid": row}
 
 
-class Counters:
+class _Counters:
     """Rates of one rank over time: examples, bytes read and bytes moved by collectives."""
 
     def __init__(self, width_us: float) -> None:
         self._width_us = width_us
         self._amounts: dict[str, dict[int, float]] = {}
 
-    def add(self, span: Span, offset_ns: float) -> None:
+    def add(self, span: _Span, offset_ns: float) -> None:
         """Count what a span has read or moved, at its end."""
         place = math.floor((span.ended_ns - offset_ns) / _NS_PER_US / self._width_us)
         size_bytes = span.facts.get("bytes", 0)
@@ -153,7 +155,7 @@ class Counters:
             places = self._amounts.setdefault(name, {})
             places[place] = places.get(place, 0) + amount
 
-    def events(self, rank: int) -> Iterator[Event]:
+    def events(self, rank: int) -> Iterator[_Event]:
         """Yield the rates, and zero after each window in which there was something."""
         for name, places in sorted(self._amounts.items()):
             rates = {place + 1: 0.0 for place in places}
@@ -216,7 +218,7 @@ class Trace:
 
     def events(self) -> Iterator[dict[str, Any]]:
         """Yield the events: names of the rows, then spans, arrows and counters by rank."""
-        flows = Flows()
+        flows = _Flows()
         began_us, ended_us = math.inf, -math.inf
         for rank, row, span, offset_ns in self._spans():
             flows.add(span, rank, row, offset_ns)
@@ -225,18 +227,18 @@ class Trace:
         width_us = max(_MIN_COUNTED_US, (ended_us - began_us) / _NUM_COUNTED)
         for part in self._parts:
             rank, host = part.rank, part.header["host"]
-            yield label("process_name", rank, {"name": f"rank {rank} on {host}"})
-            yield label("process_sort_index", rank, {"sort_index": rank})
+            yield _label("process_name", rank, {"name": f"rank {rank} on {host}"})
+            yield _label("process_sort_index", rank, {"sort_index": rank})
         of_ranks = itertools.groupby(self._spans(), key=lambda each: each[0])
         for rank, of_rank in of_ranks:
-            counters = Counters(width_us)
+            counters = _Counters(width_us)
             for _, row, span, offset_ns in of_rank:
-                yield from slices(span, rank, row, offset_ns, flows.last_rank(span))
+                yield from _slices(span, rank, row, offset_ns, flows.last_rank(span))
                 yield from flows.arrow(span, rank, row, offset_ns)
                 counters.add(span, offset_ns)
             yield from counters.events(rank)
 
-    def _spans(self) -> Iterator[tuple[int, int, Span, float]]:
+    def _spans(self) -> Iterator[tuple[int, int, _Span, float]]:
         """Yield rank, row, span and what to subtract from its times, rank after rank."""
         # Times are microseconds since the first rank's part was opened, on that rank's clock.
         zero_ns = self._parts[0].header["monotonic_ns"]
@@ -317,14 +319,14 @@ class Part:
         """The rank in the world."""
         return int(self.header["rank"])
 
-    def spans(self) -> Iterator[Span]:
+    def spans(self) -> Iterator[_Span]:
         """Yield the spans in the order in which they ended."""
         with open(self.path, encoding="utf-8") as file:
             next(file, None)
             for line in file:
                 fields = _parsed(line)
-                if isinstance(fields, list) and len(fields) == len(Span._fields):
-                    yield Span(*fields)
+                if isinstance(fields, list) and len(fields) == len(_Span._fields):
+                    yield _Span(*fields)
 
 
 def _clock() -> str:
@@ -434,8 +436,6 @@ def _fit_window(
     time_ns = statistics.fmean(own_agreed for (_, own_agreed), _ in window)
     return time_ns, offset, low, high
 
-
-_logger = logging.getLogger("mpistrat")
 
 _PATIENCE_S = 3.0
 """How long rank 0 waits for parts that a shared file system does not show yet."""
