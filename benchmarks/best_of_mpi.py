@@ -22,7 +22,7 @@ from mpistrat.bench.benchmark import (
     Row,
     Table,
 )
-from mpistrat.cuda_awareness.evidence import loaded_files
+from mpistrat.cuda_awareness import loaded_files
 from mpistrat.doctor.facts import mpi_libraries
 from mpistrat.errors import LaunchError
 from mpistrat.mpi.mpiexec import Mpiexec, family_of, find_mpiexec

@@ -17,8 +17,7 @@ from mpistrat.bench.benchmark import (
     Row,
     Table,
 )
-from mpistrat.bench.measure import take_turns
-from mpistrat.bench.networks import NUM_PARAMETERS, SHAPES, random_arrays
+from mpistrat.bench.measure import NUM_PARAMETERS, SHAPES, random_arrays, take_turns
 from mpistrat.optimizers import SGD, Adam, Optimizer
 from mpistrat.pytorch import import_torch
 from mpistrat.strategies import MPIStrategy, OneDeviceStrategy

@@ -20,8 +20,7 @@ from mpistrat.bench.benchmark import (
     Row,
     Table,
 )
-from mpistrat.bench.measure import take_turns
-from mpistrat.bench.networks import NUM_PARAMETERS, SHAPES, random_arrays
+from mpistrat.bench.measure import NUM_PARAMETERS, SHAPES, random_arrays, take_turns
 from mpistrat.checkpoint import Checkpoint
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.mpi.world import open_world

@@ -16,7 +16,7 @@ from mpistrat import nests
 from mpistrat.errors import ContextError
 from mpistrat.system.callsite import failure_site
 from mpistrat.tracing.spans import span
-from mpistrat.user_warnings.once import warn_once
+from mpistrat.user_warnings import warn_once
 from mpistrat.values import PerReplica, mirror, unwrap_mirrored
 
 if TYPE_CHECKING:

@@ -141,12 +141,13 @@ class Ragged:
     def __repr__(self) -> str:
         return f"Ragged({brief(self.values)}, row_splits={brief(self.row_splits)})"
 
-    def _map(self, fn: Callable[[Any], Any]) -> Ragged:
-        """Return `fn` of values and offsets, in another place or library. Local."""
-        twin = object.__new__(Ragged)
-        object.__setattr__(twin, "values", fn(self.values))
-        object.__setattr__(twin, "row_splits", fn(self.row_splits))
-        return twin
+
+def map_ragged(fn: Callable[[Any], Any], ragged: Ragged) -> Ragged:
+    """Return `fn` of values and offsets, in another place or library."""
+    twin = object.__new__(Ragged)
+    object.__setattr__(twin, "values", fn(ragged.values))
+    object.__setattr__(twin, "row_splits", fn(ragged.row_splits))
+    return twin
 
 
 def _as_array(value: Any) -> Any:

@@ -47,14 +47,16 @@ def _on_off_or_auto(text: str) -> bool | None:
     return None if text.lower() == "auto" else _on_or_off(text)
 
 
-def _positive_integer(text: str) -> int:
+def positive_integer(text: str) -> int:
+    """Return the integer in `text`; ValueError unless it is at least 1."""
     number = int(text)
     if number < 1:
         raise ValueError
     return number
 
 
-def _not_negative(text: str) -> int:
+def not_negative_integer(text: str) -> int:
+    """Return the integer in `text`; ValueError unless it is at least 0."""
     number = int(text)
     if number < 0:
         raise ValueError
@@ -62,13 +64,11 @@ def _not_negative(text: str) -> int:
 
 
 def _positive_integer_or_auto(text: str) -> int | None:
-    return None if text.lower() == "auto" else _positive_integer(text)
+    return None if text.lower() == "auto" else positive_integer(text)
 
 
 def _integer_or_auto(text: str) -> int | None:
-    if text.lower() == "auto":
-        return None
-    return _not_negative(text)
+    return None if text.lower() == "auto" else not_negative_integer(text)
 
 
 def _level(text: str) -> str:
@@ -92,14 +92,14 @@ _READERS = {
     "full_traceback": _SWITCH,
     "log": _Reader(_level, f"Use one of {', '.join(_LEVELS)}."),
     "flight_dir": _PATH,
-    "flight_length": _Reader(_positive_integer, "Use a whole number, at least 1."),
+    "flight_length": _Reader(positive_integer, "Use a whole number, at least 1."),
     "timeline": _PATH,
     "oversubscribe": _SWITCH,
     "share_gpus": _SWITCH,
     "data_threads": _Reader(_positive_integer_or_auto, "Use a whole number, at least 1, or auto."),
-    "restart": _Reader(_not_negative, "Use a whole number, at least 0."),
+    "restart": _Reader(not_negative_integer, "Use a whole number, at least 0."),
     "fault": _Reader(str, ""),
-    "gather_limit": _Reader(_not_negative, "Use a number of bytes, at least 0."),
+    "gather_limit": _Reader(not_negative_integer, "Use a number of bytes, at least 0."),
 }
 
 

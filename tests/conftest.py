@@ -196,5 +196,5 @@ def counts(strategy, monkeypatch):
 @pytest.fixture(autouse=True)
 def warnings_once_more():
     """Give each warning once per test, as each test is a program of its own."""
-    if "mpistrat.user_warnings.once" in sys.modules:
-        sys.modules["mpistrat.user_warnings.once"]._given.clear()
+    if "mpistrat.user_warnings" in sys.modules:
+        sys.modules["mpistrat.user_warnings"]._given.clear()

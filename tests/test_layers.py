@@ -20,7 +20,7 @@ PACKAGES = {
     "ml_dtypes": {"comm/wire.py"},
     "optree": {"nests.py"},
     "torch": {"pytorch.py", "torch/"},
-    "xxhash": {"system/digests.py"},
+    "xxhash": {"system/xxh3.py"},
 }
 NAMES = {
     "os.environ": {"settings.py"},

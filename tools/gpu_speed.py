@@ -20,7 +20,7 @@ import numpy as np
 from mpi4py import MPI
 
 import mpistrat as ms
-from mpistrat.bench.networks import SHAPES
+from mpistrat.bench.measure import SHAPES
 from mpistrat.pytorch import import_torch
 
 SIZES = tuple(2**k for k in range(16, 29, 2))

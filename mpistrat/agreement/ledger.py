@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.system.digests import digest_of_values, mixed_digest
+from mpistrat.system.xxh3 import digest_of_values, mixed_digest
 
 _MASK = 2**64 - 1
 # Odd constants spread small counters over all 64 bits, so that two counters never cancel.

@@ -1,16 +1,16 @@
 """Benchmarks: this package beside plain mpi4py and h5py, side by side in one run."""
 
-from mpistrat.bench import checkpoint, data, reductions
+from mpistrat.bench import checkpointing, communication, data
 
 __all__ = ["BENCHMARKS"]
 
 BENCHMARKS = {
     benchmark.name: benchmark
     for benchmark in (
-        reductions.AGREEMENT,
-        reductions.ALLREDUCE,
-        checkpoint.BENCHMARK,
+        communication.AGREEMENT,
+        communication.ALLREDUCE,
+        checkpointing.BENCHMARK,
         data.BENCHMARK,
-        reductions.GRADIENTS,
+        communication.GRADIENTS,
     )
 }

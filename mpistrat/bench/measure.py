@@ -1,4 +1,4 @@
-"""Timing of candidates in turns, and the machine they run on."""
+"""Timing of candidates in turns, the arrays they work on, and the machine they run on."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,42 @@ from mpistrat.mpi.world import World, library_version
 from mpistrat.settings import environment
 from mpistrat.tracing.spans import Recorder, active, record_on
 from mpistrat.version import __version__
+
+_STAGES = ((3, 64), (4, 128), (6, 256), (3, 512))
+"""Bottleneck blocks in each stage, and their width (He et al., 2016, table 1)."""
+
+
+def _normalized(*kernel: int) -> list[tuple[int, ...]]:
+    """Return the shapes of a convolution and of the scale and offset of its normalization."""
+    return [kernel, (kernel[0],), (kernel[0],)]
+
+
+def _shapes() -> tuple[tuple[int, ...], ...]:
+    shapes = _normalized(64, 3, 7, 7)
+    channels = 64
+    for num_blocks, width in _STAGES:
+        for block in range(num_blocks):
+            shapes += _normalized(width, channels, 1, 1)
+            shapes += _normalized(width, width, 3, 3)
+            shapes += _normalized(4 * width, width, 1, 1)
+            if block == 0:
+                shapes += _normalized(4 * width, channels, 1, 1)
+            channels = 4 * width
+    return (*shapes, (1000, channels), (1000,))
+
+
+SHAPES = _shapes()
+NUM_PARAMETERS = sum(prod(shape) for shape in SHAPES)
+
+
+def random_arrays(shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
+    """Return float32 arrays of `shapes` with numbers as small as gradients."""
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal(shape, np.float32) for shape in shapes]
+    for array in arrays:
+        array *= np.float32(1e-3)
+    return arrays
+
 
 _TARGET_S = 0.02
 """About how long one sample takes; shorter calls are repeated in it, which warms the caches."""

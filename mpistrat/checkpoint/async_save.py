@@ -29,10 +29,10 @@ from mpistrat.collectives.collectives import Collectives
 from mpistrat.errors import CheckpointError
 from mpistrat.mpi.world import failed_world_ranks, started_world
 from mpistrat.native import native_library
+from mpistrat.system.background import Background
 from mpistrat.system.cpu import num_cores
 from mpistrat.system.exit_hooks import Phase, at, hold_while
 from mpistrat.system.files import hidden_beside, remove_leftovers
-from mpistrat.system.threads import Background
 from mpistrat.system.units import on_undo
 from mpistrat.tracing.spans import spanned
 from mpistrat.trackable import Trackable

@@ -8,7 +8,7 @@ from mpistrat.collectives.collectives import Collectives
 from mpistrat.errors import CheckpointError, ReplicaDriftError, ReplicaDriftWarning
 from mpistrat.layout import Layout
 from mpistrat.system.text import rank_list
-from mpistrat.user_warnings.once import warn_once
+from mpistrat.user_warnings import warn_once
 from mpistrat.variables import Variable
 
 _MAX_NAMES = 8

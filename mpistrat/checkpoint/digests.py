@@ -14,8 +14,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from mpistrat.system.digests import xxh3_128, xxh3_128_hexdigest
 from mpistrat.system.text import rank_spans
+from mpistrat.system.xxh3 import xxh3_128, xxh3_128_hexdigest
 
 PAGE_BYTES = 2**22
 """The bytes of one page; the last page of an array may be shorter."""

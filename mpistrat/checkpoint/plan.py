@@ -54,9 +54,9 @@ from mpistrat.errors import CheckpointError, ContextError
 from mpistrat.mpi.launcher import find_launcher, is_one_of_several, unconnected_task
 from mpistrat.mpi.world import is_started, started_world
 from mpistrat.sharding import Box
-from mpistrat.system.digests import digest_of_values
+from mpistrat.system.xxh3 import digest_of_values
 from mpistrat.trackable import Trackable
-from mpistrat.user_warnings.once import warn_once
+from mpistrat.user_warnings import warn_once
 from mpistrat.variables import MirroredVariable, SyncOnReadVariable, Variable
 from mpistrat.variables.kinds import WrittenTogether, components_for_root
 from mpistrat.variables.placement import BYTES_PER_PIECE

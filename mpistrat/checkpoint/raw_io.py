@@ -33,8 +33,8 @@ from mpistrat.checkpoint.digests import (
     page_digests_of,
 )
 from mpistrat.sharding import Box, ceil_div, cut, part_lengths
+from mpistrat.system.background import Background
 from mpistrat.system.cpu import cores_of_mask, mask_of_cores, num_cores, own_cores
-from mpistrat.system.threads import Background
 
 BYTES_PER_PIECE = 2**21
 """What a copy from the device costs in host memory, and about how much stays in a cache."""

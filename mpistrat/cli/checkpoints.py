@@ -33,8 +33,7 @@ from mpistrat.cli.output import (
     print_table,
     tree_labels,
 )
-from mpistrat.cli.ridges import draw
-from mpistrat.cli.statistics import numbers_of, summarize
+from mpistrat.cli.statistics import draw, numbers_of, summarize
 from mpistrat.errors import CheckpointCorruptError, CheckpointError, DataError
 from mpistrat.system.text import readable_size
 

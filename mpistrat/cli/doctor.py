@@ -19,7 +19,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     # Imported late, so that other commands do not start MPI.
-    from mpistrat.doctor import Level, examine
+    from mpistrat.doctor import examine
+    from mpistrat.doctor.facts import Level
 
     report = examine(arguments.folder)
     if report is None:

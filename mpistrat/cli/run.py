@@ -268,7 +268,7 @@ def _changes(arguments: argparse.Namespace, threads: int, family: str) -> dict[s
 
 
 def _find_mpiexec(given: str | None) -> Mpiexec:
-    from mpistrat.cuda_awareness.evidence import loaded_files
+    from mpistrat.cuda_awareness import loaded_files
     from mpistrat.mpi.world import library_version
 
     _load_library()

@@ -1,10 +1,13 @@
-"""Statistics and differences of arrays in checkpoints."""
+"""Statistics of a checkpoint's variables, their differences, and a plot of their distributions."""
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +15,8 @@ import numpy as np
 from mpistrat.checkpoint.format import BITS_OF_FLOATS
 from mpistrat.checkpoint.reader import CheckpointReader
 from mpistrat.comm.wire import named_dtype
+from mpistrat.data.hdf5.fields import natural_key
+from mpistrat.system.plots import LIGHT, add_heading, new_figure, printable, save_plot, styled
 
 
 def numbers_of(reader: CheckpointReader, name: str) -> Iterator[np.ndarray]:
@@ -121,3 +126,213 @@ def _largest_difference(a: np.ndarray, b: np.ndarray) -> tuple[float | int, int]
     with np.errstate(invalid="ignore", over="ignore"):
         gap = np.abs(a[differs].astype(wide) - b[differs].astype(wide))
     return float(gap.max(initial=0.0)), int(np.count_nonzero(differs))
+
+
+_NUM_BINS = 240
+_MAX_RIDGES = 240
+_INCHES_PER_RIDGE = 0.2
+_RIDGE_HEIGHT = 1.7
+"""In rows: a ridge overlaps the one above it."""
+_LONG = 40
+"""With more ridges, the axis is labelled on top too."""
+_LONGEST_NAME = 40
+_MONOSPACE = {"fontfamily": "monospace", "fontsize": 7.5}
+_CHARACTER_POINTS = 4.85
+_MAX_TICKS = 11
+_SMALLEST_LINEAR = 1e-300
+_SHORTEST = 1e-6
+_DECADES = 6
+"""Decades of the axis on each side of zero, where the values need so many."""
+
+
+@dataclass(frozen=True)
+class SymmetricLog:
+    """A scale that is linear near zero and logarithmic further out, on both sides."""
+
+    linear: float
+    """Where it changes from the one to the other."""
+
+    def __call__(self, values: Any) -> Any:
+        """Return the places of `values`; zero is at zero."""
+        values = np.asarray(values, np.float64)
+        return np.sign(values) * np.log10(1 + np.abs(values) / self.linear)
+
+    def ticks(self, start: float, stop: float) -> dict[float, str]:
+        """Return the labels of powers of ten between two places, by their places."""
+        first = math.ceil(math.log10(self.linear) - 1e-9) + 1
+        last = min(math.ceil(math.log10(self.linear) + max(-start, stop)), 308)
+        sides = (start < 0) + (stop > 0)
+        # The labels of large exponents are longer.
+        num_ticks = _MAX_TICKS - 1 if max(abs(first), abs(last)) < 10 else _MAX_TICKS // 2
+        stride = max(1, math.ceil(sides * (last - first + 1) / num_ticks))
+        found = {0.0: "0"} if start <= 0 <= stop else {}
+        for exponent in range(first, last + 1, stride):
+            for value in (-(10.0**exponent), 10.0**exponent):
+                if start <= (place := float(self(value))) <= stop:
+                    found[place] = f"{value:g}"
+        return found
+
+
+@dataclass(frozen=True)
+class _Ridge:
+    """The distribution of one variable."""
+
+    counts: np.ndarray
+    """Int64, the number of finite values in each bin."""
+    num_nan: int
+    num_infinite: int
+
+
+def finite_limits(pieces: Iterable[np.ndarray]) -> tuple[float, float] | None:
+    """Return the smallest and the largest finite value, or magnitude of complex ones."""
+    found = summarize(_finite(piece) for piece in pieces)
+    return None if found.min is None or found.max is None else (found.min, found.max)
+
+
+def binned(pieces: Iterable[np.ndarray], scale: SymmetricLog, edges: np.ndarray) -> _Ridge:
+    """Return the numbers of values between `edges`, which are places on the scale."""
+    counts = np.zeros(edges.size - 1, np.int64)
+    num_nan = num_all = 0
+    for piece in pieces:
+        num_all += piece.size
+        if piece.dtype.kind in "fc":
+            num_nan += int(np.count_nonzero(np.isnan(piece)))
+        # Rounding must not put the extreme values outside of all bins.
+        places = np.clip(scale(_finite(piece)), edges[0], edges[-1])
+        counts += np.histogram(places, edges)[0]
+    return _Ridge(counts, num_nan, num_all - num_nan - int(counts.sum()))
+
+
+def _finite(piece: np.ndarray) -> np.ndarray:
+    if piece.dtype.kind in "biu":
+        return piece.astype(np.uint8) if piece.dtype.kind == "b" else piece
+    with np.errstate(over="ignore"):
+        real = np.abs(piece) if piece.dtype.kind == "c" else piece
+        values = real.astype(np.float64)
+    return values[np.isfinite(values)]
+
+
+def choose_scale(ranges: Sequence[tuple[float, float]]) -> tuple[SymmetricLog, float, float]:
+    """Return the scale that shows variables with these _limits, and the places where it ends."""
+    magnitudes = [max(abs(low), abs(high)) for low, high in ranges]
+    largest = float(max(magnitudes, default=1.0)) or 1.0
+    smallest = min((float(each) for each in magnitudes if each), default=1.0)
+    linear = max(smallest / 10, largest / 10**_DECADES, _SMALLEST_LINEAR)
+    scale = SymmetricLog(10.0 ** math.floor(math.log10(linear)))
+    start = float(scale(min((low for low, _ in ranges), default=0.0)))
+    stop = float(scale(max((high for _, high in ranges), default=0.0)))
+    return (scale, start, stop) if stop - start > _SHORTEST else (scale, start - 1, stop + 1)
+
+
+def draw(reader: CheckpointReader, path: Path) -> str:
+    """Draw a ridge for each variable into a PNG; return a note on those left out."""
+    largest = sorted(reader.variables, key=lambda name: -reader.variables[name].size_bytes)
+    names = sorted(largest[:_MAX_RIDGES], key=natural_key)
+    pieces = {name: functools.partial(numbers_of, reader, name) for name in names}
+    ranges = [found for name in names if (found := finite_limits(pieces[name]())) is not None]
+    scale, start, stop = choose_scale(ranges)
+    edges = np.linspace(start, stop, _NUM_BINS + 1)
+    margin = 0.02 * (stop - start)
+    with styled():
+        figure = new_figure(9.5, 1.6 + _INCHES_PER_RIDGE * max(len(names), 4))
+        axes = figure.subplots()
+        for row, name in enumerate(names):
+            ridge = binned(pieces[name](), scale, edges)
+            _draw_ridge(axes, row, edges, ridge, _colour(names, name))
+            _write_notes(axes, row, reader.variables[name], ridge)
+        _label(axes, names)
+        ticks = scale.ticks(start, stop)
+        axes.set_xticks(list(ticks), list(ticks.values()))
+        axes.set(
+            xlim=(start - margin, stop + margin), ylim=(len(names) - 0.3, -_RIDGE_HEIGHT - 0.1)
+        )
+        axes.tick_params(axis="x", labeltop=len(names) > _LONG)
+        axes.set_xlabel("value (logarithmic on both sides of zero)")
+        axes.grid(axis="x")
+        step = "" if reader.header.step < 0 else f", step {reader.header.step:,}"
+        num_values = sum(math.prod(reader.variables[name].shape) for name in names)
+        detail = f"{len(names)} variables, {num_values:,} values; each ridge has its own height"
+        add_heading(figure, f"{reader.path.name}{step}", detail)
+        save_plot(figure, path)
+    left = len(reader.variables) - len(names)
+    if not left:
+        return ""
+    return f"{path} shows the {len(names)} largest variables; {left} more have no room."
+
+
+def _layer(name: str) -> str:
+    return name.rpartition("/")[0]
+
+
+def _groups(names: Sequence[str]) -> Iterator[tuple[str, list[int]]]:
+    """Yield each layer, and the rows of its variables."""
+    for layer, rows in itertools.groupby(range(len(names)), key=lambda row: _layer(names[row])):
+        yield layer, list(rows)
+
+
+def _colour(names: Sequence[str], name: str) -> str:
+    layers = [layer for layer, _ in _groups(names)]
+    return LIGHT.series[layers.index(_layer(name)) % 4]
+
+
+def _draw_ridge(axes: Any, row: int, edges: np.ndarray, ridge: _Ridge, colour: str) -> None:
+    axes.axhline(row, color=LIGHT.line, linewidth=0.5, zorder=row)
+    if not ridge.counts.any():
+        is_empty = not ridge.num_nan + ridge.num_infinite
+        text, colour = ("no values", LIGHT.muted) if is_empty else ("no finite values", LIGHT.red)
+        axes.text(edges.mean(), row - 0.1, text, ha="center", color=colour, fontsize=8)
+        return
+    width = edges[1] - edges[0]
+    middles = edges[0] + width * np.arange(-1.5, edges.size + 1.5)
+    # A little smoothed: of 240 bins, those of a short variable are mostly empty.
+    kernel = np.array([1, 4, 7, 4, 1]) / 17
+    padded = np.pad(ridge.counts.astype(np.float64), 4)
+    heights = np.convolve(padded, kernel, mode="valid")
+    top = row - _RIDGE_HEIGHT * heights / heights.max()
+    axes.fill_between(middles, row, top, color=colour, alpha=0.8, linewidth=0, zorder=row + 0.5)
+    axes.plot(middles, top, color=LIGHT.ground, linewidth=0.6, zorder=row + 0.5)
+
+
+def _write_notes(axes: Any, row: int, info: Any, ridge: _Ridge) -> None:
+    """Write dtype and shape at the right, and what cannot be drawn."""
+    kind = f"|{info.dtype}|" if info.dtype.kind == "c" else str(info.dtype)
+    odd = [(ridge.num_nan, "NaN"), (ridge.num_infinite, "infinite")]
+    notes = ", ".join(f"{number:,} {what}" for number, what in odd if number)
+    _beside(axes, row, 6, f"{kind} {info.shape}", ha="left", color=LIGHT.muted)
+    if notes:
+        width = len(f"{kind} {info.shape}") + 1
+        _beside(axes, row, 6 + width * _CHARACTER_POINTS, notes, ha="left", color=LIGHT.red)
+
+
+def _label(axes: Any, names: Sequence[str]) -> None:
+    """Write the names at the left: that of a layer once, those of its variables in their rows."""
+    leaves = [_shortened(name.rpartition("/")[2]) for name in names]
+    width = max(map(len, leaves), default=0)
+    axes.set_yticks([])
+    axes.spines["left"].set_visible(False)
+    for number, (layer, rows) in enumerate(_groups(names)):
+        if number % 2 == 0:
+            axes.axhspan(rows[0] - 0.9, rows[-1] + 0.1, color=LIGHT.panel, zorder=-1, linewidth=0)
+        left = -6 - (width + 1) * _CHARACTER_POINTS
+        style = {"fontweight": "bold", "color": LIGHT.series[number % 4]}
+        _beside(axes, rows[0], left, _shortened(layer), ha="right", at=0, **style)
+        for row in rows:
+            _beside(axes, row, -6, leaves[row], ha="right", at=0, color=LIGHT.ink)
+
+
+def _beside(axes: Any, row: int, shift: float, text: str, *, at: int = 1, **style: Any) -> None:
+    axes.annotate(
+        printable(text),
+        (at, row),
+        (shift, 2),
+        xycoords=axes.get_yaxis_transform(),
+        textcoords="offset points",
+        parse_math=False,
+        **_MONOSPACE,
+        **style,
+    )
+
+
+def _shortened(name: str) -> str:
+    half = _LONGEST_NAME // 2
+    return name if len(name) <= _LONGEST_NAME else f"{name[:half]}…{name[-half:]}"

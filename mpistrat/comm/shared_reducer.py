@@ -14,7 +14,7 @@ from mpistrat.comm.row_order import RowOrder
 from mpistrat.comm.shared_memory import NodeMemory, StepSequence
 from mpistrat.comm.transport import Occupancy
 from mpistrat.options import ReduceOp
-from mpistrat.system.threads import Background
+from mpistrat.system.background import Background
 
 _BLOCK_BYTES = 2**19
 _ALIGNMENT = 64

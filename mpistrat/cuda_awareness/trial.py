@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpistrat.arrays import Device
-from mpistrat.cuda_awareness.evidence import (
+from mpistrat.cuda_awareness import (
     Answer,
     CudaAwareness,
     Evidence,

@@ -49,7 +49,7 @@ from mpistrat.data.transformations.zip import Zipped
 from mpistrat.data.views import View, view_or_stream
 from mpistrat.options import AutoShardPolicy
 from mpistrat.system.hints import HintedType
-from mpistrat.user_warnings.whole_batches import note_batch
+from mpistrat.user_warnings import note_batch
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -470,7 +470,9 @@ class Dataset(metaclass=HintedType):
         if not leaves:
             raise ValueError("zip needs at least one data set, but the nest is empty.")
         children = [_unbatched("zip", leaf) for leaf in leaves]
-        return cls(Pipeline(view_or_stream(Zipped(structure, children))), _policy_of(leaves))
+        return cls(
+            Pipeline(view_or_stream(Zipped(structure, children))), leaves[0]._auto_shard_policy
+        )
 
     @classmethod
     def sample_from_datasets(
@@ -525,7 +527,7 @@ class Dataset(metaclass=HintedType):
         stops = as_bool("stop_on_empty", stop_on_empty)
         view = Mixed(children, weights, as_integer("seed", seed, 0), stops)
         _check_specs(view)
-        return cls(Pipeline(view_or_stream(view)), _policy_of(datasets))
+        return cls(Pipeline(view_or_stream(view)), policy_of(next(iter(datasets))))
 
     def concatenate(self, other: Dataset) -> Self:
         """Return the elements of this data set, then those of `other`. Local.
@@ -974,6 +976,16 @@ class Dataset(metaclass=HintedType):
         return self._from(ValidElements(self._pipeline.tolerant(), logs))
 
 
+def pipeline_of(dataset: Dataset) -> Pipeline:
+    """Return the source of a dataset and its transformations."""
+    return dataset._pipeline
+
+
+def policy_of(dataset: Dataset) -> AutoShardPolicy:
+    """Return how a dataset is to be divided among ranks."""
+    return dataset._auto_shard_policy
+
+
 def _unbatched(name: str, dataset: Any) -> Pipeline:
     """Return the pipeline of `dataset`, which must not be batched."""
     if not isinstance(dataset, Dataset):
@@ -1000,8 +1012,3 @@ def _check_specs(view: Concatenated | Mixed) -> None:
     """Raise DataError where specs differ, if they are known without reading or calling anything."""
     if view.is_read and not view.num_maps:
         _ = view.element_spec
-
-
-def _policy_of(datasets: Iterable[Dataset]) -> AutoShardPolicy:
-    """Return how the first of `datasets` is to be divided among ranks."""
-    return next(iter(datasets))._auto_shard_policy

@@ -10,7 +10,7 @@ import numpy as np
 
 from mpistrat import nests, sharding
 from mpistrat.arrays import Device
-from mpistrat.data.dataset import Dataset
+from mpistrat.data.dataset import Dataset, pipeline_of, policy_of
 from mpistrat.data.distributed_dataset import (
     BatchSlices,
     DistributedDataset,
@@ -18,13 +18,13 @@ from mpistrat.data.distributed_dataset import (
     RankDataset,
     RankPipeline,
     ReplicaPart,
+    memory_for,
 )
 from mpistrat.data.fingerprint import check_same, digest, order_digest
 from mpistrat.data.hdf5.source import Hdf5Source, agree_on_files, check_copies, describe_files
 from mpistrat.data.order import ENDLESS, UNKNOWN
 from mpistrat.data.pipeline import Pipeline, Prefetch
-from mpistrat.data.spec import ArraySpec
-from mpistrat.data.transfer import memory_for
+from mpistrat.data.spec import ArraySpec, holds_ragged
 from mpistrat.data.transformations.batch import Batch, WholeBatches
 from mpistrat.data.transformations.cache import Cached, share_cache
 from mpistrat.data.transformations.filter import Filtered, evaluate_filter
@@ -57,7 +57,7 @@ def distribute(
     # In this order: the lengths of files, the caches and the filters decide the lengths and specs
     # that are compared after them.
     pipeline = agree_on_files(pipeline, of_ranks, collectives, kind)
-    policy = dataset._auto_shard_policy
+    policy = policy_of(dataset)
     _prepare(pipeline, policy, collectives, kind)
     check_same(pipeline, policy, collectives, kind)
     check_copies(pipeline, collectives, kind)
@@ -175,12 +175,13 @@ def _checked_options(options: InputOptions | None) -> InputOptions:
 def _checked_pipeline(dataset: Any, kind: str) -> Pipeline:
     if not isinstance(dataset, Dataset):
         raise TypeError(f"{kind} needs a mpistrat.data.Dataset, not {dataset!r}.")
-    if dataset._pipeline.batch is None:
+    pipeline = pipeline_of(dataset)
+    if pipeline.batch is None:
         raise ValueError(
             f"{kind} needs a data set of batches, but this one was not batched: call "
             "batch(global_batch_size) on it, with batch(1) for single examples."
         )
-    return dataset._pipeline
+    return pipeline
 
 
 def _rank_dataset(pipeline: Pipeline, policy: AutoShardPolicy, layout: Layout) -> RankDataset:
@@ -305,7 +306,7 @@ _SEQUENCES: dict[str, type] = {"list": list, "tuple": tuple}
 def _to_json(node: Any) -> Any:
     """Return ``[kind, ...]``: JSON values for a nest of `ArraySpec`."""
     if isinstance(node, ArraySpec) and np.dtype(node.dtype.str) == node.dtype:
-        return ["array", list(node.shape), node.dtype.str, node._holds_ragged]
+        return ["array", list(node.shape), node.dtype.str, holds_ragged(node)]
     if type(node) is dict and all(isinstance(key, str) for key in node):
         return ["dict", {key: _to_json(child) for key, child in node.items()}]
     if type(node) in _SEQUENCES.values():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import math
 import operator
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -18,6 +17,7 @@ import numpy as np
 from mpistrat import nests
 from mpistrat.data.order import Block, Reader
 from mpistrat.data.random import PassKey, PassStream
+from mpistrat.data.spec import has_open_shape, known_bytes
 from mpistrat.data.transformations.batch import Batch, Column, Columns, Enumerate, columns_of
 from mpistrat.data.transformations.map import Entry, GroupEnd, Map, Mapper, Numbering
 from mpistrat.errors import DataError
@@ -202,9 +202,9 @@ class ElementMaker:
         if type(self._batch_steps[0]) is not Batch or self._are_mapped[0] or self.needs_first:
             return 0
         specs = self._specs(0)[1]
-        if any(spec._is_ragged or spec.dtype.hasobject for spec in specs):
+        if any(has_open_shape(spec) or spec.dtype.hasobject for spec in specs):
             return 0
-        row_bytes = sum(spec.dtype.itemsize * math.prod(spec._known_shape) for spec in specs)
+        row_bytes = sum(known_bytes(spec) for spec in specs)
         return int(_BYTES_TOGETHER // max(row_bytes, 1))
 
     def _small_batches(self, groups: Iterable[Group]) -> Generator[Any, None, None]:
@@ -296,7 +296,7 @@ class ElementMaker:
             return False
         if not self._batch_steps[0].needs_one_shape or self._spec_of_level(0) is None:
             return False
-        return any(each._is_ragged for each in self._specs(0)[1])
+        return any(has_open_shape(each) for each in self._specs(0)[1])
 
     def _specs(self, level: int) -> tuple[list[str], list[Any], nests.Structure]:
         """Return the paths, specs and structure of what was batched `level` times."""

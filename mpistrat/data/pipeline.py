@@ -33,7 +33,7 @@ from mpistrat.data.transformations.batch import Batch, Enumerate, Unbatch
 from mpistrat.data.transformations.map import Map, Numbering, wrapped
 from mpistrat.data.transformations.shuffle import Shuffle
 from mpistrat.errors import DataError
-from mpistrat.system.threads import in_background
+from mpistrat.system.background import in_background
 
 Prepare = Callable[[Any], Any]
 """Takes a batch in host memory, and may begin to copy it to a device."""

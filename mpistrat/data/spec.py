@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -53,28 +54,44 @@ class ArraySpec:
     def __repr__(self) -> str:
         return f"ArraySpec({self.shape}, {self.dtype}{', ragged' * self._holds_ragged})"
 
-    @property
-    def _is_ragged(self) -> bool:
-        """Whether arrays of this spec may differ in shape. Local."""
-        return None in self.shape
 
-    @property
-    def _is_open_text(self) -> bool:
-        """Whether it is text of any width. Local."""
-        return self.dtype.kind == "U" and not self.dtype.itemsize
+def has_open_shape(spec: ArraySpec) -> bool:
+    """Return whether arrays of this spec may differ in shape."""
+    return None in spec.shape
 
-    @property
-    def _known_shape(self) -> tuple[int, ...]:
-        """The shape, with 0 for lengths that are not known. Local."""
-        return tuple(length or 0 for length in self.shape)
 
-    def _fits(self, array: np.ndarray) -> bool:
-        """Return whether `array` has this shape and dtype. Local."""
-        return (
-            (array.dtype == self.dtype or (self._is_open_text and array.dtype.kind == "U"))
-            and array.ndim == len(self.shape)
-            and all(want in (None, got) for want, got in zip(self.shape, array.shape, strict=True))
-        )
+def is_open_text(spec: ArraySpec) -> bool:
+    """Return whether it is text of any width."""
+    return spec.dtype.kind == "U" and not spec.dtype.itemsize
+
+
+def holds_ragged(spec: ArraySpec) -> bool:
+    """Return whether it is of a `Ragged`, whose rows have the shape ``shape[1:]``."""
+    return spec._holds_ragged
+
+
+def known_shape(spec: ArraySpec) -> tuple[int, ...]:
+    """Return the shape, with 0 for lengths that are not known."""
+    return tuple(length or 0 for length in spec.shape)
+
+
+def known_bytes(spec: ArraySpec) -> int:
+    """Return the size of an array, 0 if a length is not known."""
+    return spec.dtype.itemsize * math.prod(known_shape(spec))
+
+
+def empty_rows(spec: ArraySpec, count: int = 0) -> np.ndarray:
+    """Return new memory for `count` arrays of this spec."""
+    return np.empty((count, *known_shape(spec)), spec.dtype)
+
+
+def fits(spec: ArraySpec, array: np.ndarray) -> bool:
+    """Return whether `array` has the shape and dtype of `spec`."""
+    return (
+        (array.dtype == spec.dtype or (is_open_text(spec) and array.dtype.kind == "U"))
+        and array.ndim == len(spec.shape)
+        and all(want in (None, got) for want, got in zip(spec.shape, array.shape, strict=True))
+    )
 
 
 def spec_of(nest: Any) -> Any:
@@ -97,7 +114,7 @@ def with_room_for_text(spec: Any, other: Any) -> Any:
     widths = {kind: [0] for kind in "SU"}
     for leaf in leaves:
         widths.get(leaf.dtype.kind, []).append(leaf.dtype.itemsize)
-    is_open = any(leaf._is_open_text for leaf in leaves) or not any(widths["U"])
+    is_open = any(is_open_text(leaf) for leaf in leaves) or not any(widths["U"])
 
     def widened(leaf: ArraySpec) -> ArraySpec:
         kind, size = leaf.dtype.kind, leaf.dtype.itemsize
@@ -141,10 +158,10 @@ def empty_batch(spec: Any) -> Any:
 
     def empty(leaf: ArraySpec) -> Any:
         if leaf._holds_ragged:
-            values = np.empty((0, *leaf._known_shape[2:]), leaf.dtype)
+            values = np.empty((0, *known_shape(leaf)[2:]), leaf.dtype)
             return Ragged(values, np.zeros(1, np.int64))
         # What has no dimension, as the number of a batch, is not divided.
-        shape = (0, *leaf._known_shape[1:]) if leaf.shape else ()
+        shape = (0, *known_shape(leaf)[1:]) if leaf.shape else ()
         return np.zeros(shape, leaf.dtype)
 
     return nests.map_nest(empty, spec)

@@ -39,7 +39,7 @@ from mpistrat.data.sources.memory import GeneratorSource
 from mpistrat.data.transformations.batch import Batch, columns_of
 from mpistrat.data.transformations.repeat import Repeat
 from mpistrat.data.transformations.shuffle import Shuffle
-from mpistrat.system.threads import clean_up
+from mpistrat.system.background import clean_up
 
 _ENDLESS_BLOCK = 2**12
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from mpistrat.arrays import Device
-from mpistrat.cuda_awareness import Answer, CudaAwareness
-from mpistrat.cuda_awareness.evidence import (
+from mpistrat.cuda_awareness import (
+    Answer,
+    CudaAwareness,
     Evidence,
     gather_claims,
     list_libraries,

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mpistrat.cuda_awareness.evidence import list_switches, loaded_files
+from mpistrat.cuda_awareness import list_switches, loaded_files
 from mpistrat.doctor import guard
 from mpistrat.doctor.facts import Finding
 from mpistrat.doctor.hardware import has_cuda_part

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mpistrat.cuda_awareness.evidence import loaded_files
+from mpistrat.cuda_awareness import loaded_files
 from mpistrat.doctor.facts import Finding, mpi_libraries
 from mpistrat.hdf5 import h5py
 from mpistrat.mpi.launcher import without_launcher

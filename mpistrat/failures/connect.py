@@ -1,21 +1,27 @@
-"""Connect a communicator: its channel, and everything that watches it."""
+"""Connect a communicator: rendezvous of its ranks, its channel, and everything that watches it."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import logging
 import os
+import platform
 import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from mpistrat.agreement.channel import Channel
 from mpistrat.agreement.groups import GroupChannel
 from mpistrat.comm.transport import SoloTransport
-from mpistrat.errors import CollectiveTimeoutError
+from mpistrat.errors import CollectiveTimeoutError, LaunchError
 from mpistrat.failures import flight_dumps
 from mpistrat.failures.flight_dumps import on_channel_failure, on_end_of_job
 from mpistrat.failures.logs import forward_over, stop_over, take_lines
@@ -23,11 +29,10 @@ from mpistrat.failures.losses import loss_error, note_lost
 from mpistrat.failures.monitor import Address, Handler, Monitor, Question
 from mpistrat.failures.peers import MonitorClient
 from mpistrat.failures.process_state import process
-from mpistrat.failures.rendezvous import Rendezvous
 from mpistrat.failures.shutdown import register_channel
 from mpistrat.failures.watchdog import start_watchdog, stop_watchdog
 from mpistrat.mpi.launcher import is_on_one_node, keeps_survivors
-from mpistrat.mpi.survival import is_revoked, why_not_tolerant
+from mpistrat.mpi.survival import failed_ranks, is_revoked, why_not_tolerant
 from mpistrat.mpi.world import (
     attached,
     forget_attached,
@@ -37,24 +42,143 @@ from mpistrat.mpi.world import (
     world_size,
 )
 from mpistrat.settings import settings_at_the_end
+from mpistrat.system.text import rank_list
+from mpistrat.version import (
+    CHECKPOINT_FORMAT_VERSION,
+    ORDER_VERSION,
+    PROTOCOL_VERSION,
+    __version__,
+)
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+_logger = logging.getLogger("mpistrat")
+
+_MASK = 2**64 - 1
+
+_INSTALLED = (
+    f"mpistrat {__version__}, order of examples {ORDER_VERSION}, checkpoint format "
+    f"{CHECKPOINT_FORMAT_VERSION}, protocol {PROTOCOL_VERSION}"
+)
+"""What must be the same on all ranks."""
+
+
+_abandoned: list[_Rendezvous] = []
+"""MPI may still write to the memory of those that some ranks never came to."""
+
+
+class _Rendezvous:
+    """Nonblocking meeting of the ranks of `comm`, of which some may have left the program."""
+
+    # Every version of the package does the same here, or ranks with different ones would hang: a
+    # duplicate, and on it the MAX of three numbers. A rank can poll for as long as it likes, and
+    # MPI can be finalized while others are missing.
+
+    def __init__(self, comm: MPI.Intracomm, opens: bool, is_elastic: bool = False) -> None:
+        from mpi4py import MPI
+
+        own = int.from_bytes(blake2b(_INSTALLED.encode(), digest_size=8).digest(), "big")
+        self.rank, self.size = comm.rank, comm.size
+        self.of = comm
+        # Where a rank dies in Idup, Open MPI 5 may end the others by a segmentation fault. Shrink
+        # outlives that, but waits for all ranks.
+        self.comm: MPI.Intracomm
+        """A private duplicate, once all ranks are here."""
+        self._request: MPI.Request
+        if is_elastic:
+            shrunk: Any = comm.Shrink()
+            self.comm, self._request = shrunk, MPI.REQUEST_NULL
+        else:
+            self.comm, self._request = comm.Idup()
+        # The MAX shows whether any rank opens a channel, and by the complement whether all versions
+        # are equal.
+        self._send = np.array([opens, own, _MASK - own], np.uint64)
+        self._receive = np.zeros_like(self._send)
+        self._op = MPI.MAX
+        self._is_reducing = False
+
+    @property
+    def has_fewer(self) -> bool:
+        """Whether ranks were lost before all had come, where that is known."""
+        return not self._request and self.comm.size < self.size
+
+    def is_done(self) -> bool:
+        """Return whether every rank has come."""
+        if not self._request.Test():
+            return False
+        # Not earlier: the duplicate may be used only once the request of Idup is done (MPI 4.1,
+        # section 7.4.2).
+        if not self._is_reducing:
+            self._is_reducing = True
+            self._request = self.comm.Iallreduce(self._send, self._receive, self._op)
+        return bool(self._request.Test())
+
+    def lost_ranks(self) -> list[int] | None:
+        """Return the ranks that have died, or that others know to; ``None`` where all may come."""
+        lost = failed_ranks(self.of)
+        if not lost and not is_revoked(self.of):
+            return None
+        _abandoned.append(self)
+        return lost
+
+    def is_wanted(self) -> bool:
+        """Return whether any rank opens a channel; if not, free the duplicate."""
+        is_wanted = bool(self._receive[0])
+        # Free is collective. The maximum is the same on all ranks, so all of them free it, or none
+        # does.
+        if not is_wanted:
+            self.comm.Free()
+        return is_wanted
+
+    def check(self) -> None:
+        """Raise `LaunchError` on every rank unless all run the same version. **Collective**."""
+        _, largest, smallest = self._receive.tolist()
+        if largest == _MASK - smallest:
+            return
+        facts = [_INSTALLED, str(Path(__file__).parents[1]), platform.node()]
+        # JSON, because ranks with different versions are exactly the case here.
+        text = json.dumps(facts).encode()
+        found = [json.loads(each) for each in self._all_gather(text)]
+        self.comm.Free()
+        groups: dict[tuple[str, str], list[int]] = {}
+        for other, (installed, folder, _) in enumerate(found):
+            groups.setdefault((installed, folder), []).append(other)
+        lines = [
+            f"  {rank_list(ranks)}: {installed}, from {folder} on {found[ranks[0]][2]}"
+            for (installed, folder), ranks in groups.items()
+        ]
+        error = LaunchError(
+            "The ranks run different versions of mpistrat:\n" + "\n".join(lines) + "\n"
+            "Start all ranks with the same installation: look at PYTHONPATH, the environment that "
+            "each node activates, and copies on local disks."
+        )
+        error._is_reported_elsewhere = self.rank != 0
+        raise error
+
+    def _all_gather(self, text: bytes) -> list[bytes]:
+        """Return the bytes of every rank, which need not agree on how to pickle."""
+        lengths = np.zeros(self.size, np.int64)
+        self.comm.Allgather(np.array([len(text)], np.int64), lengths)
+        joined = bytearray(int(lengths.sum()))
+        self.comm.Allgatherv(text, [joined, lengths.tolist()])
+        ends = np.cumsum(lengths).tolist()
+        return [bytes(joined[a:b]) for a, b in zip([0, *ends], ends, strict=False)]
+
+
 _POLL_S = 0.0002
 _LONG_POLL_S = 0.002
 """The same after a second, when more than an answer is missing."""
-_logger = logging.getLogger("mpistrat")
 
 
 def open_channel(comm: MPI.Intracomm, timeout_s: float | None, is_elastic: bool = False) -> Channel:
     """Return the channel of `comm`, a fresh one after a `CollectiveError`. **Collective**."""
 
     def make() -> Channel:
-        rendezvous = Rendezvous(comm, opens=True, is_elastic=is_elastic)
+        rendezvous = _Rendezvous(comm, opens=True, is_elastic=is_elastic)
         if rendezvous.has_fewer:
             raise loss_error(comm, rendezvous.lost_ranks() or [], "MPIStrategy()")
-        if not _wait(rendezvous, timeout_s, _log_wait):
+        if not _wait_for_all(rendezvous, timeout_s, _log_wait):
             raise CollectiveTimeoutError(
                 f"Some ranks did not come to MPIStrategy() within {timeout_s:g} s on rank "
                 f"{comm.rank} of {comm.size}. Every rank of the communicator must make it."
@@ -78,17 +202,17 @@ def open_last_channel(limit_s: float, has_failed: bool) -> Channel | None:
         return open_channel(comm, limit_s)
     # It makes the same calls as the one that `open_channel` makes, so it matches a rank that opens
     # its first strategy.
-    rendezvous = Rendezvous(comm, opens=False)
-    if not _wait(rendezvous, limit_s) or not rendezvous.is_wanted():
+    rendezvous = _Rendezvous(comm, opens=False)
+    if not _wait_for_all(rendezvous, limit_s) or not rendezvous.is_wanted():
         return None
     channel: Channel = attached(comm, "channel", lambda: _connected(rendezvous, limit_s, comm))
     return channel
 
 
-def _wait(
-    rendezvous: Rendezvous,
+def _wait_for_all(
+    rendezvous: _Rendezvous,
     limit_s: float | None,
-    on_long_wait: Callable[[Rendezvous, float], None] | None = None,
+    on_long_wait: Callable[[_Rendezvous, float], None] | None = None,
 ) -> bool:
     """Wait until all ranks have come, and return whether they have within the limit."""
     began = time.monotonic()
@@ -107,7 +231,7 @@ def _wait(
     return True
 
 
-def _log_wait(rendezvous: Rendezvous, waited_s: float) -> None:
+def _log_wait(rendezvous: _Rendezvous, waited_s: float) -> None:
     _logger.warning(
         "rank %d of %d has waited for %.0f s in MPIStrategy() for ranks that have not made it yet. "
         "Every rank of the communicator must.",
@@ -115,7 +239,7 @@ def _log_wait(rendezvous: Rendezvous, waited_s: float) -> None:
     )
 
 
-def _connected(rendezvous: Rendezvous, timeout_s: float | None, comm: MPI.Intracomm) -> Channel:
+def _connected(rendezvous: _Rendezvous, timeout_s: float | None, comm: MPI.Intracomm) -> Channel:
     """Return the channel of the ranks that have met, with all that watches it. **Collective**."""
     from mpi4py import MPI
 

@@ -19,8 +19,8 @@ from mpistrat.agreement.channel import Channel
 from mpistrat.agreement.ledger import Status
 from mpistrat.errors import CollectiveError, LaunchError
 from mpistrat.failures import logs, losses
-from mpistrat.failures.exit_code import note_exit_code
 from mpistrat.failures.logs import print_line
+from mpistrat.failures.losses import note_exit_code
 from mpistrat.failures.process_state import process
 from mpistrat.failures.report import describe_failure, format_failure, print_failures
 from mpistrat.settings import settings_at_the_end

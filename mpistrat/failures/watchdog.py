@@ -21,8 +21,8 @@ from mpistrat.agreement.channel import Channel
 from mpistrat.errors import CollectiveTimeoutError
 from mpistrat.failures import logs
 from mpistrat.failures.flight_dumps import on_channel_failure
+from mpistrat.system.background import raise_in_thread
 from mpistrat.system.callsite import site_of_thread
-from mpistrat.system.threads import raise_in_thread
 
 _LONGEST_TICK_S = 5.0
 _STANDARD_ERROR = 2

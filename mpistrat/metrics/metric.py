@@ -13,14 +13,13 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from mpistrat import context, nests
+from mpistrat import context, nests, user_warnings
 from mpistrat.arguments import as_array
 from mpistrat.arrays import Array, host_copy, host_view, is_on_host, namespace_of
 from mpistrat.options import ReduceOp, VariableAggregation, VariableSynchronization
 from mpistrat.strategies import get_strategy
 from mpistrat.system.units import on_undo
 from mpistrat.trackable import Trackable
-from mpistrat.user_warnings import empty_parts
 from mpistrat.values import DistributedValues, local_component
 from mpistrat.variables import Variable
 
@@ -79,10 +78,10 @@ class Metric(context.MadeInScope, Trackable, abc.ABC, Generic[_Result]):
         frame = context.current()
         is_replica = frame is not None and frame.kind is context.Kind.REPLICA
         here = frame.strategy if frame is not None and is_replica else None
-        if here is not None and empty_parts.of_replicas:
+        if here is not None and user_warnings.empty_parts:
             sums = zip(self._sums, numbers, strict=True)
             named = ((f"{what} of the metric {self.name!r}", number) for what, number in sums)
-            empty_parts.warn_of_nan(here.extended._layout.replica_id, named)
+            user_warnings.warn_of_nan(here.extended._layout.replica_id, named)
         for variable, number in zip(self._sums.values(), numbers, strict=True):
             if variable.strategy is here and variable._placement.is_here:
                 # What assign_add comes to, many times in a step.

@@ -140,8 +140,8 @@ def _start(launcher: Launcher) -> None:
                 f"probably started by a rank. {launcher.remedy('')}"
             )
     if launcher.has_only_pmix:
-        file = load_library()
-        if library_version().startswith("MPICH") and not _has_symbol(file, "PMIx_Init"):
+        file = load_library()  # or a library that it is linked to has the function
+        if library_version().startswith("MPICH") and not hasattr(ctypes.CDLL(file), "PMIx_Init"):
             raise _launch_error(
                 launcher, "which this MPI library cannot join, because it does not speak PMIx"
             )
@@ -173,11 +173,6 @@ def load_library() -> str:
     finally:
         rc.initialize, rc.finalize = initialize, finalize
     return MPI.__file__
-
-
-def _has_symbol(file: str, name: str) -> bool:
-    """Return whether the library in `file`, or one that it is linked to, has a function."""
-    return hasattr(ctypes.CDLL(file), name)
 
 
 def _check_launch(launcher: Launcher) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat import context, nests
+from mpistrat import context, nests, user_warnings
 from mpistrat.arguments import as_array, span_outside
 from mpistrat.arrays import Array, address_of, host_view, is_on_host, namespace_of, place
 from mpistrat.collectives.collectives import CollectiveCall
@@ -21,7 +21,6 @@ from mpistrat.collectives.reduction import Reduction
 from mpistrat.comm.wire import is_floating
 from mpistrat.errors import ContextError
 from mpistrat.options import ReduceOp
-from mpistrat.user_warnings import empty_parts
 from mpistrat.values import DistributedValues, IndexedSlices, PerReplica
 from mpistrat.variables import SyncOnReadVariable, Variable, can_cast
 from mpistrat.variables.slice_writes import split_into_rounds
@@ -102,7 +101,7 @@ def check_gradients(
         None if gradient is None else _checked(kind, gradient, variable, summed)
         for gradient, variable in zip(gradients, variables, strict=True)
     ]
-    if empty_parts.of_replicas:
+    if user_warnings.empty_parts:
         warn_of_nan(checked, variables)
     return checked
 
@@ -114,7 +113,7 @@ def warn_of_nan(gradients: Iterable[Any], variables: Iterable[Variable]) -> None
         named = zip(variables, gradients, strict=True)
         arrays = ((v.name, g.values if isinstance(g, IndexedSlices) else g) for v, g in named)
         replica = frame.strategy.extended._layout.replica_id
-        empty_parts.warn_of_nan(replica, ((f"the gradient of {n!r}", g) for n, g in arrays))
+        user_warnings.warn_of_nan(replica, ((f"the gradient of {n!r}", g) for n, g in arrays))
 
 
 def check_variables(kind: str, variables: Any) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpistrat import context
+from mpistrat import context, user_warnings
 from mpistrat.arguments import as_finite, as_real, format_value, is_constant
 from mpistrat.collectives.collectives import CollectiveCall
 from mpistrat.optimizers.agreed_step import (
@@ -48,7 +48,6 @@ from mpistrat.strategies.one_replica import default_strategy
 from mpistrat.system.hints import OPTIMIZER_ARGUMENTS, Hinted
 from mpistrat.system.text import brief
 from mpistrat.trackable import Dependent, Trackable
-from mpistrat.user_warnings import empty_parts
 from mpistrat.variables import Variable
 from mpistrat.variables.initial import InitialValue
 
@@ -255,7 +254,7 @@ class Optimizer(context.MadeInScope, Hinted, Trackable, abc.ABC):
         if summed:
             prepared, counter = self._prepared, self.iterations
             known, gradients = prepared.find(replicas.channel, strategy, counter, pairs)
-            if known is not None and empty_parts.of_replicas:
+            if known is not None and user_warnings.empty_parts:
                 warn_of_nan(gradients, known.variables)
             if known is not None and take_together(self, known, gradients):
                 return

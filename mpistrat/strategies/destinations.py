@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from mpistrat import nests
+from mpistrat import nests, user_warnings
 from mpistrat.arguments import as_array, normalize_axes
 from mpistrat.arrays import Array, Device, host_result, is_array, namespace_of, place
 from mpistrat.collectives.axis_reductions import reduce_over_axes
@@ -19,7 +19,6 @@ from mpistrat.collectives.nest_reductions import all_reduce_nest, leaf_arrays
 from mpistrat.comm.wire import result_dtype, wire_dtype
 from mpistrat.layout import Layout
 from mpistrat.options import ReduceOp, ReduceOpLike
-from mpistrat.user_warnings import empty_parts
 from mpistrat.values import DistributedValues, IndexedSlices, Mirrored, PerReplica, localize, mirror
 from mpistrat.variables import MirroredVariable, ShardedVariable, Variable
 
@@ -52,7 +51,7 @@ def warn_of_empty_parts(replicas: Sequence[int], value: Any) -> None:
     for leaf in nests.flatten(value)[0]:
         parts = leaf.values if isinstance(leaf, DistributedValues) else (leaf,)
         for replica, part in zip(replicas, parts, strict=False):
-            empty_parts.warn_of_nan(replica, [("the value given to reduce", part)])
+            user_warnings.warn_of_nan(replica, [("the value given to reduce", part)])
 
 
 def parse_place(text: str, num_tasks: int) -> Place:

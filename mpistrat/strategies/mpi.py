@@ -241,11 +241,11 @@ class MPIStrategy(Strategy):
                 chosen.flight_length,
             )
             if chosen.timeline is not None:
-                from mpistrat.tracing import timeline  # most jobs want none
+                from mpistrat.tracing import trace  # most jobs want none
 
-                timeline.start(chosen.timeline, world_ranks(comm)[comm.rank], world_size())
+                trace.start(chosen.timeline, world_ranks(comm)[comm.rank], world_size())
             if chosen.fault:
-                from mpistrat.faults.injection import inject_from_environment
+                from mpistrat.faults import inject_from_environment
 
                 inject_from_environment(channel)
         world = open_world(comm)

@@ -27,7 +27,7 @@ from mpistrat.strategies.cluster_resolver import ClusterResolver
 from mpistrat.strategies.destinations import parse_place
 from mpistrat.strategies.extended import StrategyExtended
 from mpistrat.strategies.strategy import Strategy
-from mpistrat.user_warnings.once import warn_once
+from mpistrat.user_warnings import warn_once
 from mpistrat.values import PerReplica, unwrap_mirrored
 from mpistrat.variables import Variable
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import numpy as np
 import numpy.typing as npt
 
-from mpistrat import context
+from mpistrat import context, user_warnings
 from mpistrat.arguments import as_array, as_integer
 from mpistrat.arrays import Array
 from mpistrat.collectives import objects
@@ -34,7 +34,6 @@ from mpistrat.strategies.extended import StrategyExtended
 from mpistrat.strategies.extended_v1 import InputIterator
 from mpistrat.strategies.replica_arguments import explained_call
 from mpistrat.system.hints import Hinted
-from mpistrat.user_warnings import empty_parts, whole_batches
 from mpistrat.values import DistributedValues, Number, PerReplica, T, localize
 from mpistrat.variables import Variable
 
@@ -176,8 +175,8 @@ class Strategy(Hinted):
             )
         if options is not None and not isinstance(options, RunOptions):
             raise TypeError(f"run: options must be RunOptions, not {options!r}.")
-        if whole_batches.latest and self.num_replicas_in_sync > 1:
-            whole_batches.warn_if_whole((args, kwargs))
+        if user_warnings.latest_batch and self.num_replicas_in_sync > 1:
+            user_warnings.warn_if_whole((args, kwargs))
         try:
             return self._extended.call_for_each_replica(fn, args, kwargs)
         except TypeError as error:
@@ -238,7 +237,7 @@ class Strategy(Hinted):
         CollectiveError
             If the ranks disagree.
         """
-        if empty_parts.of_replicas:
+        if user_warnings.empty_parts:
             warn_of_empty_parts(self._extended.local_replica_ids, value)
         return self._extended._reduce(reduce_op, value, axis)
 

@@ -3,11 +3,10 @@
 `mpistrat.testing.plugin` has fixtures for pytest, which the rest of this package does not need.
 """
 
-from mpistrat.faults.injection import Injection
-from mpistrat.testing.conformance import StrategyTests, assert_all_ranks
+from mpistrat.faults import Injection
+from mpistrat.testing.conformance import StrategyTests, assert_all_ranks, reduction_tree
 from mpistrat.testing.faults import inject
 from mpistrat.testing.launch import run as run_on_ranks
-from mpistrat.testing.reduction_tree import reduction_tree
 
 __all__ = [
     "Injection",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mpistrat.agreement.channel import Channel
 from mpistrat.errors import ContextError
-from mpistrat.faults.injection import Fault, Injection, read_fault
+from mpistrat.faults import Fault, Injection, read_fault
 from mpistrat.mpi.world import attached, communicator
 from mpistrat.strategies import Strategy, get_strategy, has_strategy
 

@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from mpistrat import nests
 from mpistrat.arguments import as_bool, as_integer
-from mpistrat.data.dataset import Dataset
+from mpistrat.data.dataset import Dataset, pipeline_of, policy_of
 from mpistrat.data.hdf5.source import Hdf5Source
 from mpistrat.errors import LaunchError
 from mpistrat.mpi.launcher import is_one_of_several
@@ -223,11 +223,11 @@ def _can_pin() -> bool:
 
 def _read_into_pinned_memory(dataset: Any) -> Any:
     """Return `dataset` with its files read into page-locked memory."""
-    source = dataset._pipeline.source if isinstance(dataset, Dataset) else None
-    if not isinstance(source, Hdf5Source):
+    pipeline = pipeline_of(dataset) if isinstance(dataset, Dataset) else None
+    if pipeline is None or not isinstance(pipeline.source, Hdf5Source):
         return dataset
-    pipeline = dataclasses.replace(dataset._pipeline, source=source.with_memory(_pinned_array))
-    return Dataset(pipeline, dataset._auto_shard_policy)
+    source = pipeline.source.with_memory(_pinned_array)
+    return Dataset(dataclasses.replace(pipeline, source=source), policy_of(dataset))
 
 
 def _pinned_array(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

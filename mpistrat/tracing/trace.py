@@ -1,10 +1,11 @@
-"""Chrome trace of all ranks, on one clock."""
+"""Timeline of a job as a Chrome trace: ranks record parts, which rank 0 merges on one clock."""
 
 from __future__ import annotations
 
 import bisect
 import itertools
 import json
+import logging
 import math
 import os
 import socket
@@ -13,10 +14,159 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from mpistrat.system import exit_hooks
 from mpistrat.system.files import write_atomically
-from mpistrat.tracing.trace_events import Counters, Flows, Span, label, slices
+from mpistrat.system.text import rank_list
+from mpistrat.tracing import spans
+
+_logger = logging.getLogger("mpistrat")
+
+# "Trace Event Format", https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+
+_WAITING = "waiting for ranks"
+_MOVING = "moving data"
+_US_PER_S = 1e6
+_MIB = 2.0**20
+
+_Event = dict[str, Any]
+
+
+class _Span(NamedTuple):
+    """A span of time on one rank."""
+
+    category: str
+    """``collective``, or what `mpistrat.tracing.spans.span` was given."""
+    name: str
+    began_ns: int
+    """By the clock of the rank's node."""
+    ended_ns: int
+    thread: int
+    facts: dict[str, Any]
+
+    @property
+    def meeting(self) -> tuple[int, int] | None:
+        """Which collective of which channel all ranks agreed on here, if this is one."""
+        if self.category != "collective" or not self.facts["agreed_ns"]:
+            return None
+        return self.facts["channel"], self.facts["number"]
+
+
+def _label(name: str, rank: int, facts: dict[str, Any]) -> _Event:
+    """Return the event that labels the rows of a rank."""
+    return {"name": name, "ph": "M", "pid": rank, "tid": 0, "args": facts}
+
+
+def _slices(
+    span: _Span, rank: int, row: int, offset_ns: float, last_rank: int | None
+) -> Iterator[_Event]:
+    """Yield the events of one span: for a collective also its waiting, and its moving of data."""
+    facts = {key: value for key, value in span.facts.items() if key != "agreed_ns"}
+    pieces = [(span.name, span.category, span.began_ns, span.ended_ns, facts)]
+    if span.category == "collective":
+        agreed_ns = span.facts["agreed_ns"]
+        number = {"channel": facts["channel"], "number": facts["number"]}
+        facts["kind"] = span.name
+        if last_rank is not None:
+            facts["last_rank"] = last_rank
+        came_last = {"came_last": True} if last_rank == rank else {}
+        waited_until_ns = agreed_ns or span.ended_ns
+        pieces.append((_WAITING, "wait", span.began_ns, waited_until_ns, number | came_last))
+        if agreed_ns:
+            pieces.append((_MOVING, "move", agreed_ns, span.ended_ns, number))
+    for name, category, began_ns, ended_ns, args in pieces:
+        yield {
+            "name": name,
+            "cat": category,
+            "ph": "X",
+            # One offset for both ends, so that no duration changes.
+            "ts": (began_ns - offset_ns) / _NS_PER_US,
+            "dur": (ended_ns - began_ns) / _NS_PER_US,
+            "pid": rank,
+            "tid": row,
+            "args": args,
+        }
+
+
+class _Arrival(NamedTuple):
+    ts: float
+    rank: int
+    row: int
+
+
+class _Flows:
+    """Arrows from the rank that came last to a collective, to each rank that it released."""
+
+    # One arrival is kept for each collective, whatever the number of ranks.
+
+    def __init__(self) -> None:
+        self._last: dict[Any, _Arrival] = {}
+        self._num_flows = 0
+
+    def add(self, span: _Span, rank: int, row: int, offset_ns: float) -> None:
+        """Take note of when a rank came to a collective."""
+        if (meeting := span.meeting) is not None:
+            arrival = _Arrival((span.began_ns - offset_ns) / _NS_PER_US, rank, row)
+            # Tuples: the latest time counts, then the highest rank, whatever the order of the
+            # ranks.
+            self._last[meeting] = max(self._last.get(meeting, arrival), arrival)
+
+    def last_rank(self, span: _Span) -> int | None:
+        """Return who came last to a collective, ``None`` for other spans."""
+        meeting = span.meeting
+        return None if meeting is None else self._last[meeting].rank
+
+    def arrow(self, span: _Span, rank: int, row: int, offset_ns: float) -> Iterator[_Event]:
+        """Yield start and finish of the arrow to this rank, if it waited for another."""
+        meeting = span.meeting
+        if meeting is None or (last := self._last[meeting]).rank == rank:
+            return
+        # Clocks of nodes differ a little; an arrow must not end before it starts.
+        ts = max((span.facts["agreed_ns"] - offset_ns) / _NS_PER_US, last.ts)
+        if ts > (span.ended_ns - offset_ns) / _NS_PER_US:
+            return
+        self._num_flows += 1
+        shared = {"name": "released", "cat": "flow", "id": self._num_flows}
+        yield shared | {"ph": "s", "ts": last.ts, "pid": last.rank, "tid": last.row}
+        # "e" binds to the slice around it, not to the next one.
+        yield shared | {"ph": "f", "bp": "e", "ts": ts, "pid": rank, "tid": row}
+
+
+class _Counters:
+    """Rates of one rank over time: examples, bytes read and bytes moved by collectives."""
+
+    def __init__(self, width_us: float) -> None:
+        self._width_us = width_us
+        self._amounts: dict[str, dict[int, float]] = {}
+
+    def add(self, span: _Span, offset_ns: float) -> None:
+        """Count what a span has read or moved, at its end."""
+        place = math.floor((span.ended_ns - offset_ns) / _NS_PER_US / self._width_us)
+        size_bytes = span.facts.get("bytes", 0)
+        if span.category == "collective":
+            self._count("moved MiB/s", place, size_bytes / _MIB)
+        elif span.category == "data":
+            self._count("read MiB/s", place, size_bytes / _MIB)
+            self._count("examples/s", place, span.facts.get("examples", 0))
+
+    def _count(self, name: str, place: int, amount: float) -> None:
+        if amount:
+            places = self._amounts.setdefault(name, {})
+            places[place] = places.get(place, 0) + amount
+
+    def events(self, rank: int) -> Iterator[_Event]:
+        """Yield the rates, and zero after each window in which there was something."""
+        for name, places in sorted(self._amounts.items()):
+            rates = {place + 1: 0.0 for place in places}
+            rates |= {
+                place: amount / (self._width_us / _US_PER_S) for place, amount in places.items()
+            }
+            for place, rate in sorted(rates.items()):
+                ts = place * self._width_us
+                args = {name.rpartition("/")[0]: round(rate, 6)}
+                yield {"name": name, "ph": "C", "ts": ts, "pid": rank, "tid": 0, "args": args}
+
 
 _FORMAT = "mpistrat-timeline-part"
 _FORMAT_VERSION = 1
@@ -68,7 +218,7 @@ class Trace:
 
     def events(self) -> Iterator[dict[str, Any]]:
         """Yield the events: names of the rows, then spans, arrows and counters by rank."""
-        flows = Flows()
+        flows = _Flows()
         began_us, ended_us = math.inf, -math.inf
         for rank, row, span, offset_ns in self._spans():
             flows.add(span, rank, row, offset_ns)
@@ -77,18 +227,18 @@ class Trace:
         width_us = max(_MIN_COUNTED_US, (ended_us - began_us) / _NUM_COUNTED)
         for part in self._parts:
             rank, host = part.rank, part.header["host"]
-            yield label("process_name", rank, {"name": f"rank {rank} on {host}"})
-            yield label("process_sort_index", rank, {"sort_index": rank})
+            yield _label("process_name", rank, {"name": f"rank {rank} on {host}"})
+            yield _label("process_sort_index", rank, {"sort_index": rank})
         of_ranks = itertools.groupby(self._spans(), key=lambda each: each[0])
-        for rank, spans in of_ranks:
-            counters = Counters(width_us)
-            for _, row, span, offset_ns in spans:
-                yield from slices(span, rank, row, offset_ns, flows.last_rank(span))
+        for rank, of_rank in of_ranks:
+            counters = _Counters(width_us)
+            for _, row, span, offset_ns in of_rank:
+                yield from _slices(span, rank, row, offset_ns, flows.last_rank(span))
                 yield from flows.arrow(span, rank, row, offset_ns)
                 counters.add(span, offset_ns)
             yield from counters.events(rank)
 
-    def _spans(self) -> Iterator[tuple[int, int, Span, float]]:
+    def _spans(self) -> Iterator[tuple[int, int, _Span, float]]:
         """Yield rank, row, span and what to subtract from its times, rank after rank."""
         # Times are microseconds since the first rank's part was opened, on that rank's clock.
         zero_ns = self._parts[0].header["monotonic_ns"]
@@ -169,14 +319,14 @@ class Part:
         """The rank in the world."""
         return int(self.header["rank"])
 
-    def spans(self) -> Iterator[Span]:
+    def spans(self) -> Iterator[_Span]:
         """Yield the spans in the order in which they ended."""
         with open(self.path, encoding="utf-8") as file:
             next(file, None)
             for line in file:
                 fields = _parsed(line)
-                if isinstance(fields, list) and len(fields) == len(Span._fields):
-                    yield Span(*fields)
+                if isinstance(fields, list) and len(fields) == len(_Span._fields):
+                    yield _Span(*fields)
 
 
 def _clock() -> str:
@@ -285,3 +435,77 @@ def _fit_window(
     offset = min(max(likely, low), high) if low <= high else (low + high) / 2
     time_ns = statistics.fmean(own_agreed for (_, own_agreed), _ in window)
     return time_ns, offset, low, high
+
+
+_PATIENCE_S = 3.0
+"""How long rank 0 waits for parts that a shared file system does not show yet."""
+
+
+def start(path: str, rank: int, size: int) -> None:
+    """Record spans from now on, for the timeline `path`; does nothing the second time."""
+    if spans.active() is not None:
+        return
+    # The program may change its folder.
+    target = Path(path).absolute()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if rank == 0:
+            # If this job is killed, the timeline of an older one must not pass for its own.
+            target.unlink(missing_ok=True)
+        # Each rank writes its own file: a shared one would need a message for each span, or a lock.
+        recorder = spans.Recorder(str(Part.path_of(target, rank)), Part.new_header(rank, size))
+    except OSError as error:
+        raise OSError(
+            f"MPISTRAT_TIMELINE={path!r} cannot be written by rank {rank} of {size}: "
+            f"{error.strerror}. Name a file in a folder that every rank can write to."
+        ) from None
+    spans.record_on(recorder)
+    session = _Session(target, rank, size, recorder)
+    exit_hooks.at(exit_hooks.Phase.FAILED, lambda failure: session.flush())
+    exit_hooks.at(exit_hooks.Phase.BEFORE_LAST_ROUND, session.flush)
+    exit_hooks.at(exit_hooks.Phase.AFTER_LAST_ROUND, session.merge)
+
+
+class _Session:
+    """The part of this rank, and on rank 0 the timeline itself."""
+
+    def __init__(self, target: Path, rank: int, size: int, recorder: spans.Recorder) -> None:
+        self._target = target
+        self._rank = rank
+        self._size = size
+        self._recorder = recorder
+
+    def flush(self) -> None:
+        """Write the spans so far."""
+        try:
+            self._recorder.flush()
+        except OSError as error:
+            self._complain(f"cannot be written: {error.strerror or error}")
+
+    def merge(self) -> None:
+        """End the recording, and on rank 0 merge the parts of all ranks."""
+        self.flush()
+        spans.record_on(None)
+        if self._rank != 0:
+            return
+        try:
+            parts = self._parts()
+            Trace(parts).write(self._target)
+            # Only now: until the timeline is complete, the parts are all there is.
+            for part in parts:
+                part.path.unlink(missing_ok=True)
+        except (OSError, ValueError) as error:
+            self._complain(f"cannot be put together: {error}")
+
+    def _parts(self) -> Sequence[Part]:
+        paths = [Part.path_of(self._target, rank) for rank in range(self._size)]
+        end = time.monotonic() + _PATIENCE_S
+        while missing := [rank for rank, path in enumerate(paths) if not path.exists()]:
+            if time.monotonic() > end:
+                self._complain(f"has no part of {rank_list(missing)}")
+                break
+            time.sleep(0.05)
+        return [Part.open(path) for path in paths if path.exists()]
+
+    def _complain(self, text: str) -> None:
+        _logger.warning("The timeline %s", text)

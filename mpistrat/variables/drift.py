@@ -13,8 +13,8 @@ from mpistrat.collectives.collectives import CollectiveCall
 from mpistrat.collectives.operations.all_gather import AllGather
 from mpistrat.errors import ReplicaDriftError
 from mpistrat.options import ReduceOp
-from mpistrat.system.digests import digest_of_values
 from mpistrat.system.text import rank_list, ranks_by_value
+from mpistrat.system.xxh3 import digest_of_values
 from mpistrat.trackable import Reach, Trackable, has_attributes, walk_objects
 from mpistrat.variables.kinds import SyncOnReadVariable
 from mpistrat.variables.sharded import ShardedVariable

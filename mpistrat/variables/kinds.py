@@ -7,13 +7,12 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from mpistrat import context
+from mpistrat import context, user_warnings
 from mpistrat.arrays import Array, host_view, namespace_of, pieces, place
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.collectives.operations.broadcast import broadcast
 from mpistrat.options import ReduceOp, VariableAggregation
 from mpistrat.sharding import replicas_of_ranks
-from mpistrat.user_warnings import empty_parts
 from mpistrat.values import PerReplica, register_storage
 from mpistrat.variables.placement import read_only
 from mpistrat.variables.variable import Variable
@@ -22,9 +21,9 @@ from mpistrat.variables.writes import ASSIGN, DenseWrite, Write
 
 def warn_of_nan(variable: Variable, write: Write, checked: Any) -> None:
     """Warn if the replica that runs writes a NaN because its part of a batch is empty."""
-    if empty_parts.of_replicas:
+    if user_warnings.empty_parts:
         named = [(f"{write.how} of {variable.name!r}", each) for each in write.arrays(checked)]
-        empty_parts.warn_of_nan(variable.strategy.extended._layout.replica_id, named)
+        user_warnings.warn_of_nan(variable.strategy.extended._layout.replica_id, named)
 
 
 class WrittenTogether(Variable):

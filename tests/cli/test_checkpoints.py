@@ -12,8 +12,7 @@ import pytest
 import mpistrat as ms
 from mpistrat.checkpoint.format import Header
 from mpistrat.checkpoint.writer import create_checkpoint, state_item, variable_item
-from mpistrat.cli import main
-from mpistrat.cli.parser import COMMANDS
+from mpistrat.cli import COMMANDS, main
 from tests.helpers import Holder
 
 LONG = "/".join(f"a_very_long_name_of_a_layer_{i}" for i in range(12))

@@ -10,9 +10,8 @@ import pytest
 
 from mpistrat.checkpoint.format import Header
 from mpistrat.checkpoint.writer import create_checkpoint, variable_item
-from mpistrat.cli import main, timeline
+from mpistrat.cli import COMMANDS, main, make_parser, timeline
 from mpistrat.cli.output import GROUPS
-from mpistrat.cli.parser import COMMANDS, make_parser
 from tests import ROOT
 
 PAGE = (ROOT / "docs/command-line.md").read_text()

@@ -11,17 +11,17 @@ from hypothesis.extra import numpy as hnp
 from mpistrat.checkpoint.format import Header
 from mpistrat.checkpoint.writer import create_checkpoint, variable_item
 from mpistrat.cli import main
-from mpistrat.cli.ridges import SymmetricLog, choose_scale, count, limits
+from mpistrat.cli.statistics import SymmetricLog, binned, choose_scale, finite_limits
 
 ARRAYS = hnp.arrays(st.sampled_from(["f2", "f4", "f8", "i1", "u8", "i8", "?"]), st.integers(1, 40))
 
 
 def ridge_of(*arrays):
-    scale, start, stop = choose_scale([each for each in [limits(arrays)] if each])
+    scale, start, stop = choose_scale([each for each in [finite_limits(arrays)] if each])
     edges = np.linspace(start, stop, 33)
     assert np.isfinite(edges).all()
     assert (np.diff(edges) > 0).all()
-    return count(arrays, scale, edges)
+    return binned(arrays, scale, edges)
 
 
 @given(ARRAYS)

@@ -9,9 +9,8 @@ import pytest
 
 from mpistrat.arrays import Device
 from mpistrat.cuda_api import count_gpus
-from mpistrat.cuda_awareness import Answer, trial
-from mpistrat.cuda_awareness.evidence import Evidence, Outcome, Trial, gather_claims
-from mpistrat.cuda_awareness.exchange import OPERATIONS, wrong_operations
+from mpistrat.cuda_awareness import Answer, Evidence, Outcome, Trial, gather_claims, trial
+from mpistrat.cuda_awareness.__main__ import OPERATIONS, wrong_operations
 from mpistrat.cuda_awareness.trial import cuda_awareness
 from mpistrat.mpi.world import open_world
 

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from mpistrat.cuda_awareness import Answer
-from mpistrat.cuda_awareness.evidence import (
+from mpistrat.cuda_awareness import (
+    Answer,
     CudaAwareness,
     Evidence,
     Outcome,

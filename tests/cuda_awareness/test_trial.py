@@ -7,8 +7,7 @@ import time
 
 import pytest
 
-from mpistrat.cuda_awareness import trial
-from mpistrat.cuda_awareness.evidence import Outcome
+from mpistrat.cuda_awareness import Outcome, trial
 from mpistrat.mpi.mpiexec import mpiexec
 
 pytestmark = pytest.mark.launches

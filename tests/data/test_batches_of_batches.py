@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mpistrat as ms
+from mpistrat.data.spec import fits
 from mpistrat.errors import DataError
 from mpistrat.values import localize
 from tests.devices import assert_array_equal
@@ -63,7 +64,7 @@ def test_any_batches_are_those_of_a_list(num_examples, batches, mapped, tmp_path
         assert found == [(np.array(each) + offset).tolist() for each in expected]
         if expected:
             spec = dataset.element_spec
-            assert all(spec._fits(element) for element in dataset)
+            assert all(fits(spec, element) for element in dataset)
 
 
 def steps(path):

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
+from mpistrat import user_warnings
 from mpistrat.errors import ScopeWarning
-from mpistrat.user_warnings import once
 
 Dataset = ms.data.Dataset
 SPEC = ms.data.ArraySpec((), "float64")
@@ -16,7 +16,7 @@ SPEC = ms.data.ArraySpec((), "float64")
 
 @pytest.fixture(autouse=True)
 def _nothing_given_yet(monkeypatch):
-    monkeypatch.setattr(once, "_given", set())
+    monkeypatch.setattr(user_warnings, "_given", set())
 
 
 def warnings_of(strategy, dataset):

@@ -11,7 +11,7 @@ from mpistrat.arrays import Device, host_view
 from mpistrat.cuda_api import count_gpus
 from mpistrat.data import Dataset
 from mpistrat.data.distribute import distribute
-from mpistrat.data.transfer import transfer_to
+from mpistrat.data.distributed_dataset import transfer_to
 from tests.devices import assert_array_equal
 from tests.fake_cuda import Cuda
 

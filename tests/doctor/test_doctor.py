@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from mpistrat.cuda_awareness import Answer, CudaAwareness
-from mpistrat.doctor import guard
+from mpistrat.doctor import Report, _check_software, guard
 from mpistrat.doctor.facts import Finding, Level, RankFacts, count_allocated_gpus, mpi_libraries
 from mpistrat.doctor.hardware import (
     CudaFacts,
@@ -25,7 +25,6 @@ from mpistrat.doctor.hardware import (
     check_nccl,
     has_cuda_part,
 )
-from mpistrat.doctor.report import Report, _check_software
 from mpistrat.doctor.start import look_at_shared_memory
 from mpistrat.doctor.storage import HDF5Facts, check_folder, check_hdf5, probe_folder
 from mpistrat.settings import settings

@@ -7,7 +7,7 @@ from mpistrat.testing import launch
 
 PROGRAM = """
 import sys
-from mpistrat.failures.exit_code import end_without_mpi, note_exit_code
+from mpistrat.failures.losses import end_without_mpi, note_exit_code
 
 def leave(status):
     raise SystemExit(status)

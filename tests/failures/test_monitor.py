@@ -13,8 +13,7 @@ from mpistrat.agreement.channel import Channel
 from mpistrat.comm.transport import SoloTransport
 from mpistrat.failures import logs
 from mpistrat.failures.monitor import Address, Monitor, read_line
-from mpistrat.failures.peers import MonitorClient
-from mpistrat.failures.rank_state import RankState
+from mpistrat.failures.peers import MonitorClient, RankState
 
 KEY = "0123"
 LIMIT_S = 20

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.faults.injection import Fault, read_fault, read_faults
+from mpistrat.faults import Fault, read_fault, read_faults
 
 CALLS = 3
 

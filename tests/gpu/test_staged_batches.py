@@ -6,7 +6,7 @@ import pytest
 import mpistrat as ms
 from mpistrat.cuda_api import pinned_empty
 from mpistrat.data.distribute import _read_for
-from mpistrat.data.transfer import _is_for_transfer, memory_for
+from mpistrat.data.distributed_dataset import _is_for_transfer, memory_for
 from tests.helpers import result_of
 
 ROWS, WIDTH = 640, 96

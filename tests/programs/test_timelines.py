@@ -90,8 +90,8 @@ FOREIGN_CLOCK = """
 real = time.monotonic_ns
 if rank == 1:
     time.monotonic_ns = lambda: round(real() * 1.00001) + 5_000_000_000
-import mpistrat.tracing.timeline
-mpistrat.tracing.timeline._clock = lambda: f"node {rank}"
+import mpistrat.tracing.trace
+mpistrat.tracing.trace._clock = lambda: f"node {rank}"
 DELAY_S = 0.01 * rank
 """
 

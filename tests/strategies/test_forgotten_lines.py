@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
+from mpistrat import user_warnings
 from mpistrat.errors import ScopeWarning
 from mpistrat.optimizers import SGD, Adam
-from mpistrat.user_warnings import once
 
 
 @pytest.fixture(autouse=True)
 def _nothing_given_yet(monkeypatch):
-    monkeypatch.setattr(once, "_given", set())
+    monkeypatch.setattr(user_warnings, "_given", set())
 
 
 def scope_warnings(work):

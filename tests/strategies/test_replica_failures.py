@@ -7,7 +7,7 @@ import pytest
 from mpi4py import MPI
 
 import mpistrat as ms
-from mpistrat.failures.rank_state import describe_rank_state, rank_state
+from mpistrat.failures.peers import describe_rank_state, rank_state
 
 
 @pytest.fixture(params=[4, 5, 12])

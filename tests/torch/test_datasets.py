@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset  # noqa: E402
 
 import mpistrat as ms  # noqa: E402
 import mpistrat.torch as mst  # noqa: E402
-from mpistrat.data.hdf5 import reader as hdf5_reader  # noqa: E402
+from mpistrat.data.hdf5 import row_reader as hdf5_reader  # noqa: E402
 from mpistrat.sharding import slice_of_rank  # noqa: E402
 from mpistrat.torch import datasets  # noqa: E402
 from tests.helpers import filenames  # noqa: E402

@@ -25,8 +25,7 @@ from mpistrat.bench.benchmark import (
     Row,
     Table,
 )
-from mpistrat.bench.measure import facts_of_last_collective
-from mpistrat.bench.networks import NUM_PARAMETERS
+from mpistrat.bench.measure import NUM_PARAMETERS, facts_of_last_collective
 from mpistrat.mpi.world import World, open_world
 from mpistrat.options import CommunicationImplementation, CommunicationOptions, ReduceOp
 from mpistrat.replica import ReplicaContext

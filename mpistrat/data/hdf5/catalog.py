@@ -17,7 +17,7 @@ import numpy as np
 
 from mpistrat import hdf5, nests
 from mpistrat.data.hdf5.alike import Template, layouts_from_json, layouts_to_json
-from mpistrat.data.hdf5.fields import Field, as_field
+from mpistrat.data.hdf5.fields import Field, as_field, shown
 from mpistrat.data.hdf5.layouts import (
     Column,
     ColumnLayout,
@@ -101,7 +101,7 @@ class Catalog:
             single = None if output.single is None else self.singles[output.single]
             if single is None or single.kind is not Kind.MATCHES or output.leaf.form is Form.RAGGED:
                 return None
-            text = single.field._text
+            text = shown(single.field)
             found.append(np.concatenate([f.listings[text].shapes[:, 0] for f in self.files]))
         for output, other in zip(self.outputs, found, strict=True):
             wrong = np.flatnonzero(other != found[0])
@@ -261,7 +261,7 @@ def read_catalog(
             opened.clear()
             if not files and len(paths) > 1 and not is_live:
                 template = Template.of(file, found, columns, layouts)
-        listings = {e.field._text: e.listing for e in found if e.listing is not None}
+        listings = {shown(e.field): e.listing for e in found if e.listing is not None}
         others = sorted({other for each in found for other in each.others})
         stamps = {path: stamp} | {other: _stamp_of(other, is_live) for other in others}
         num_rows = num_rows_of(path, found, is_live)
@@ -351,7 +351,7 @@ def _known(
     known: Known | None, number: int, field: Field, file: Any, stamp: tuple[int, ...]
 ) -> Listing | None:
     """Return the listing that another rank has made of its copy of a file, if there is one."""
-    of_files = (known or {}).get("listings", {}).get(field._text)
+    of_files = (known or {}).get("listings", {}).get(shown(field))
     if of_files is None or number >= len(of_files):
         return None
     own, values = of_files[number]
@@ -372,7 +372,7 @@ def _check_same(
         if not must_be_equal and _kinds(expected) == _kinds(came):
             continue
         raise DataError(
-            f"The field {expected.field._text} has examples of {came.spec} in {path}, but of "
+            f"The field {shown(expected.field)} has examples of {came.spec} in {path}, but of "
             f"{expected.spec} in {first_path}. All files must have the same."
         )
 

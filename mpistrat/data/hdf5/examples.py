@@ -10,11 +10,12 @@ import numpy as np
 
 from mpistrat import hdf5
 from mpistrat.data.hdf5.catalog import Catalog
-from mpistrat.data.hdf5.fields import encoded
-from mpistrat.data.hdf5.files import OpenFiles
+from mpistrat.data.hdf5.fields import encoded, shown
 from mpistrat.data.hdf5.layouts import Output
 from mpistrat.data.hdf5.locate import Kind
+from mpistrat.data.hdf5.open_files import OpenFiles
 from mpistrat.data.hdf5.types import Form, member, value_of
+from mpistrat.data.spec import known_shape
 from mpistrat.errors import DataError
 
 Allocate = Callable[[tuple[int, ...], np.dtype], np.ndarray]
@@ -90,10 +91,10 @@ class SingleReader:
     def _describe(self, file: int, row: int) -> str:
         """Return an example as errors name it."""
         entry = self._catalog.files[file]
-        field = f"the field {self._single.field._text} of {entry.path}"
+        field = f"the field {shown(self._single.field)} of {entry.path}"
         if self._single.kind is Kind.MATCHES:
             return (
-                f"{entry.listings[self._single.field._text].path(row)!r}, example {row} of {field}"
+                f"{entry.listings[shown(self._single.field)].path(row)!r}, example {row} of {field}"
             )
         if self._single.kind is Kind.CONSTANT:
             return f"The value of {field}"
@@ -121,7 +122,7 @@ class SingleReader:
 
     def _matches(self, file: int, rows: np.ndarray) -> list[Any]:
         single = self._single
-        listing = self._catalog.files[file].listings[single.field._text]
+        listing = self._catalog.files[file].listings[shown(single.field)]
         paths = listing.paths
         # Strings may be narrower in this file than in others.
         has_width = listing.width == single.dtype.itemsize
@@ -240,11 +241,11 @@ def _column_of(
         return column
     if leaf.form is Form.TEXT:
         width = max((part.dtype.itemsize for part in parts), default=0) // 4
-        texts = np.empty((len(parts), *spec._known_shape), f"U{max(width, 1)}")
+        texts = np.empty((len(parts), *known_shape(spec)), f"U{max(width, 1)}")
         for number, part in enumerate(parts):
             texts[number] = part
         return texts
-    output_array = empty((len(parts), *spec._known_shape), spec.dtype)
+    output_array = empty((len(parts), *known_shape(spec)), spec.dtype)
     for number, part in enumerate(parts):
         output_array[number] = part
     return output_array
@@ -260,7 +261,7 @@ def leaf_of(
     if output.column is None:
         return _column_of(output, [], empty, str)
     whole = columns.get(output.column)
-    array = empty((count, *output.spec._known_shape), output.spec.dtype)
+    array = empty((count, *known_shape(output.spec)), output.spec.dtype)
     if whole is not None:
         array[...] = member(whole, output.leaf.members)
     return array

@@ -178,30 +178,28 @@ class Field:
             if not text or "\0" in text:
                 raise ValueError(f"Field: {name} must be a name, not {text!r}.")
         object.__setattr__(self, "axis", as_integer("axis", self.axis, -(2**31)))
-        if self.axis and (self._is_pattern or self.attribute is not None):
+        if self.axis and (has_pattern(self) or self.attribute is not None):
             what = "an attribute" if self.attribute is not None else "a path with *"
             raise ValueError(
                 f"Field: axis={self.axis} with {what} has no meaning: each match is one example. "
                 "Leave it out."
             )
 
-    @property
-    def _is_pattern(self) -> bool:
-        return "*" in self.path
-
-    @property
-    def _text(self) -> str:
-        """How errors name it: as it was written."""
-        return repr(self.path) if self._is_path else repr(self)
-
-    @property
-    def _is_path(self) -> bool:
-        return self.attribute is None and not self.axis
-
     def __repr__(self) -> str:
         attribute = "" if self.attribute is None else f", attribute={self.attribute!r}"
         axis = f", axis={self.axis}" if self.axis else ""
         return f"Field({self.path!r}{attribute}{axis})"
+
+
+def has_pattern(field: Field) -> bool:
+    """Return whether its path has a ``*``, so that each match is an example."""
+    return "*" in field.path
+
+
+def shown(field: Field) -> str:
+    """Return a field as errors name it: only its path if no more was given."""
+    is_path = field.attribute is None and not field.axis
+    return repr(field.path) if is_path else repr(field)
 
 
 def as_field(value: Any) -> Field:

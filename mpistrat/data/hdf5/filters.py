@@ -1,6 +1,6 @@
-"""HDF5 filters, decoded outside the library: deflate, shuffle, checksums, LZF and others.
+"""HDF5 filters, decoded outside the library by threads: deflate, shuffle, LZF and others.
 
-HDF5 decodes under one global lock. These functions release Python's lock too, so that threads
+HDF5 decodes under one global lock. These functions release Python's lock too, so that the threads
 decode chunks side by side.
 """
 
@@ -10,10 +10,13 @@ import bz2
 import contextlib
 import ctypes
 import importlib
+import os
 import struct
 import sys
+import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
@@ -21,6 +24,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpistrat import hdf5
+from mpistrat.mpi.launcher import cores_of_rank
+from mpistrat.settings import settings
+from mpistrat.system.cpu import current_core, own_cores
 
 _LZ4, _ZSTD = 32004, 32015
 _SYMBOLS = {_LZ4: ("lz4", "LZ4_decompress_safe"), _ZSTD: ("zstd", "ZSTD_decompress")}
@@ -324,3 +330,60 @@ _FILTER_NAMES = {
 }
 """By number, from the HDF Group's list of registered filters."""
 _OF_HDF5PLUGIN = {"bitshuffle", "blosc", "blosc2", "bzip2", "lz4", "sz", "zfp", "zstd"}
+
+
+_MAX_THREADS = 8
+"""Python's own part of reading a chunk keeps more from helping."""
+
+
+class DecodingThreads:
+    """Threads of a reader: by default this rank's share of the cores."""
+
+    # A thread is bound to its own core while it works: a virtual machine may run two threads on one
+    # core while another core is idle.
+
+    def __init__(self) -> None:
+        chosen = settings().data_threads
+        self.count = min(cores_of_rank(), _MAX_THREADS) if chosen is None else chosen
+        self._pool: ThreadPoolExecutor | None = None
+        self._cores = own_cores()
+        self._free = sorted(self._cores)
+        can_bind = current_core() is not None
+        # No other rank has the cores too.
+        self._is_apart = can_bind and self.count <= len(self._cores) == cores_of_rank() > 1
+        self._lock = threading.Lock()
+
+    def submit(self, function: Callable[..., None], *args: Any) -> Future[None]:
+        """Call `function` in a thread."""
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self.count, "mpistrat-decode")
+        if self._is_apart:
+            args, function = (function, *args), self._run_apart
+        return self._pool.submit(function, *args)
+
+    def _run_apart(self, function: Callable[..., None], *args: Any) -> None:
+        here = current_core()
+        with self._lock:
+            # Preferably the core where the thread runs already, whose caches it has filled.
+            core = here if here in self._free else self._free[0]
+            self._free.remove(core)
+        try:
+            _bind({core})
+            function(*args)
+        finally:
+            # A thread that waits must not stay bound to a core that a different thread may get
+            # next.
+            _bind(self._cores)
+            with self._lock:
+                self._free.append(core)
+
+    def close(self) -> None:
+        """End the threads; what none has begun is cancelled."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+
+def _bind(cores: Iterable[int]) -> None:
+    """Let this thread run on `cores` alone."""
+    with contextlib.suppress(OSError):  # they may have been taken from this job
+        os.sched_setaffinity(0, cores)

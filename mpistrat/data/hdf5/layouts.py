@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from mpistrat import hdf5, nests
-from mpistrat.data.hdf5.fields import Field
+from mpistrat.data.hdf5.fields import Field, shown
 from mpistrat.data.hdf5.filters import ChunkDecoder, Codec, find_codec, make_decoder
 from mpistrat.data.hdf5.listing import Listing
 from mpistrat.data.hdf5.locate import Kind, Located
 from mpistrat.data.hdf5.types import Form, Leaf, dtype_of, subset
-from mpistrat.data.spec import ArraySpec
+from mpistrat.data.spec import ArraySpec, known_bytes
 from mpistrat.native import native_library
 
 
@@ -230,7 +230,7 @@ class ColumnLayout:
     @property
     def row_bytes(self) -> int:
         """Size of one row in memory."""
-        return self.spec.dtype.itemsize * math.prod(self.spec._known_shape)
+        return known_bytes(self.spec)
 
 
 def layout_of(dataset: Any, path: str, axis: int, dtype: np.dtype, is_live: bool) -> ColumnLayout:
@@ -267,7 +267,7 @@ def _rows_of_block(length: int, row_bytes: int) -> int:
 
 def contiguous_layout(spec: ArraySpec, length: int, storage: Storage) -> ColumnLayout:
     """Return the layout of `length` rows of `spec` in one piece, which begins in `storage`."""
-    row_bytes = max(spec.dtype.itemsize * math.prod(spec._known_shape), 1)
+    row_bytes = max(known_bytes(spec), 1)
     return ColumnLayout(spec, _rows_of_block(length, row_bytes), False, storage, None)
 
 
@@ -284,7 +284,7 @@ def layout_of_matches(
     for listing in listings:
         if listing is None or (listing.offsets < 0).any():
             return None
-        row_bytes = spec.dtype.itemsize * math.prod(spec._known_shape)
+        row_bytes = known_bytes(spec)
         if not row_bytes or listing.width != spec.dtype.itemsize:
             return None
         storage = Storage(listing.offsets, 1, spec.dtype, row_bytes)
@@ -345,7 +345,7 @@ def row_columns(located: Sequence[Located]) -> list[Column]:
             continue
         if not each.dtype.names:
             dtype = each.dtype.newbyteorder("=")
-            columns.append(Column(each.field._text, each.path, each.axis, dtype))
+            columns.append(Column(shown(each.field), each.path, each.axis, dtype))
             continue
         key = each.path, each.axis
         if key not in compound:
@@ -416,7 +416,7 @@ class _Composer:
             if layouts is not None:
                 column = len(self.columns)
                 dtype = layouts[0].spec.dtype
-                self.columns.append(Column(first.field._text, first.field.path, 0, dtype, True))
+                self.columns.append(Column(shown(first.field), first.field.path, 0, dtype, True))
                 self.layouts.append(layouts)
         single: int | None = None
         if column is None or _leaves(first, Form.TEXT, Form.RAGGED):
@@ -427,7 +427,7 @@ class _Composer:
         """Return the number of the single of a field: members of one dataset share it."""
         first = of_files[0]
         are_rows = first.kind is Kind.ROWS
-        key = (first.path, first.axis) if are_rows else (first.field._text, -1)
+        key = (first.path, first.axis) if are_rows else (shown(first.field), -1)
         if key not in self._single_numbers:
             self._single_numbers[key] = len(self.singles)
             rows = [each for each in self._located if each.kind is Kind.ROWS]

@@ -24,6 +24,7 @@ from mpistrat.data.hdf5.fields import (
     matches_path,
     object_at,
     parts_of,
+    shown,
     what_is_there,
 )
 from mpistrat.data.hdf5.filters import install_filter, missing_filters
@@ -65,11 +66,6 @@ class Listing:
         """What stands for names and shapes, the same in copies of the file."""
         text = json.dumps([self.names, self.parts, self.members, self.shapes.tolist()])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-    @property
-    def is_uniform(self) -> bool:
-        """Whether all matches have one shape."""
-        return bool((self.shapes == self.shapes[:1]).all())
 
     def is_of(self, file: Any) -> bool:
         """Return whether some of the datasets lie in an open file where this says."""
@@ -153,7 +149,7 @@ class _Lister:
         self._own_name = self._h5f.get_name(file.id)
         self.file, self.field, self._linked = file, field, linked
         self._attribute = None if field.attribute is None else encoded(field.attribute)
-        self.where = f"The field {field._text} of {path}"
+        self.where = f"The field {shown(field)} of {path}"
         self.members: tuple[str, ...] = ()
         self.names: list[str] = []
         self._shapes: list[tuple[int, ...]] = []

@@ -12,13 +12,19 @@ from typing import Any
 import numpy as np
 
 from mpistrat import hdf5, nests
-from mpistrat.data.hdf5.fields import Field, matches_path, parts_of, what_is_there
+from mpistrat.data.hdf5.fields import (
+    Field,
+    has_pattern,
+    matches_path,
+    parts_of,
+    shown,
+    what_is_there,
+)
 from mpistrat.data.hdf5.filters import install_filter, missing_filters
 from mpistrat.data.hdf5.linked_files import other_files, warn_of_files_elsewhere
 from mpistrat.data.hdf5.listing import Listing, list_matches
 from mpistrat.data.hdf5.types import (
     READABLE,
-    Leaf,
     UnreadableType,
     dtype_of,
     is_readable,
@@ -67,10 +73,7 @@ class Located:
     @property
     def spec(self) -> Any:
         """The nest of specs of an example."""
-        return nests.map_nest(self._spec_of, self.leaves)
-
-    def _spec_of(self, leaf: Leaf) -> Any:
-        return leaf.spec(self.shape)
+        return nests.map_nest(lambda leaf: leaf.spec(self.shape), self.leaves)
 
 
 def locate(
@@ -86,7 +89,7 @@ def locate(
     A literal one is the name of a dataset, of which members that cannot be read are left out. A
     `listing` that is known need not be made. A dataset that was opened is put into `opened`.
     """
-    if field._is_pattern and not is_literal:
+    if has_pattern(field) and not is_literal:
         return _locate_matches(file, path, field, listing or list_matches(file, path, field))
     if field.attribute is not None:
         return _locate_constant(file, path, field)
@@ -99,7 +102,7 @@ def locate(
     warn_of_files_elsewhere(dataset.name, path, others)
     if not dataset.shape:
         raise _unreadable(
-            f"The field {field._text} of {path} is a scalar or empty, but a dimension that counts "
+            f"The field {shown(field)} of {path} is a scalar or empty, but a dimension that counts "
             "examples was expected. Name other fields; an attribute can be of all examples the "
             "same, and with * in its path a scalar is an example."
         )
@@ -113,7 +116,7 @@ def locate(
         raise _refusal(file, path, field, f"rows of variable length in {len(shape) + 1} dimensions")
     for each in missing_filters(dataset):
         raise DataError(
-            f"The field {field._text} of {path} was compressed by {each}, a filter that the HDF5 "
+            f"The field {shown(field)} of {path} was compressed by {each}, a filter that the HDF5 "
             f"of this rank does not have. {install_filter(each)}"
         )
     # External storage may be missing, and a source that is a series is no file.
@@ -164,7 +167,7 @@ def _locate_constant(file: Any, path: str, field: Field) -> Located:
     if field.attribute not in found.attrs:
         known = ", ".join(map(repr, itertools.islice(found.attrs, _MAX_SHOWN))) or "none"
         raise DataError(
-            f"The field {field._text}: {field.path!r} of {path} has no attribute "
+            f"The field {shown(field)}: {field.path!r} of {path} has no attribute "
             f"{field.attribute!r}. It has {known}."
         )
     attribute = found.attrs.get_id(field.attribute)
@@ -217,7 +220,7 @@ def _check_members(dataset: Any, path: str, field: Field, members: tuple[str, ..
         if name not in (dtype.names or ()):
             known = ", ".join(map(repr, (dtype.names or ())[:_MAX_SHOWN])) or "none"
             raise DataError(
-                f"The field {field._text} is missing in {path}: {dataset.name!r} has no member "
+                f"The field {shown(field)} is missing in {path}: {dataset.name!r} has no member "
                 f"{'/'.join(members)!r}. Members there are {known}."
             )
         dtype = dtype[name]
@@ -227,7 +230,7 @@ def _missing(file: Any, path: str, field: Field, found: Any) -> str:
     what = _what_is_there(file, field.path, found)
     there = what_is_there(file.id, parts_of(field.path))
     way_out = " Name a data set in it, or all with *." if hasattr(found, "keys") else ""
-    return f"The field {field._text} {what} in {path}: {there}.{way_out}"
+    return f"The field {shown(field)} {what} in {path}: {there}.{way_out}"
 
 
 def _what_is_there(file: Any, name: str, found: Any) -> str:
@@ -251,7 +254,7 @@ def _checked_axis(field: Field, path: str, dataset: Any) -> int:
     ndim = len(dataset.shape)
     if not -ndim <= field.axis < ndim:
         raise DataError(
-            f"The field {field._text} of {path} has the shape {dataset.shape}, without an axis "
+            f"The field {shown(field)} of {path} has the shape {dataset.shape}, without an axis "
             f"{field.axis}. Use one in [{-ndim}, {ndim - 1}]."
         )
     return field.axis % ndim
@@ -269,7 +272,7 @@ def _leaves(
     for name in members:
         if name not in (inner.names or ()):
             raise DataError(
-                f"The field {field._text} of {path} has no member {name!r} in its rows."
+                f"The field {shown(field)} of {path} has no member {name!r} in its rows."
             )
         inner = inner[name]
     try:
@@ -290,7 +293,7 @@ def _refusal(
     found = itertools.chain(members, readable_names(file))
     names = ", ".join(map(repr, itertools.islice(found, _MAX_SHOWN)))
     return _unreadable(
-        f"The field {field._text} of {path} cannot be read: its type is {what}; {READABLE}. Name "
+        f"The field {shown(field)} of {path} cannot be read: its type is {what}; {READABLE}. Name "
         f"the fields to read with fields=(...), for example of {names or 'another file'}."
     )
 
@@ -323,7 +326,7 @@ def num_rows_of(path: str, located: Sequence[Located], is_live: bool = False) ->
     """Return how many examples all fields of a file have; as yet, where it is being written."""
     _check_names(path, [each for each in located if each.listing is not None])
     known = [each for each in located if each.kind is not Kind.CONSTANT] or located
-    lengths = {each.field._text: each.num_rows for each in known}
+    lengths = {shown(each.field): each.num_rows for each in known}
     if None in lengths.values():
         raise DataError(
             f"The fields of {path} are attributes alone, which do not say how many examples there "
@@ -350,5 +353,5 @@ def _check_names(path: str, located: Sequence[Located]) -> None:
             if name is not None:
                 raise DataError(
                     f"All patterns must match the same names in {path}, but {name!r}, which "
-                    f"{has.field._text} matches, is missing in {lacks.field._text}."
+                    f"{shown(has.field)} matches, is missing in {shown(lacks.field)}."
                 )

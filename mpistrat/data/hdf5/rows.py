@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from mpistrat.data.hdf5.catalog import Catalog
-from mpistrat.data.hdf5.files import OpenFiles
 from mpistrat.data.hdf5.layouts import Storage
+from mpistrat.data.hdf5.open_files import OpenFiles
+from mpistrat.data.spec import known_shape
 from mpistrat.native import native_library
 
 
@@ -194,7 +195,7 @@ class PlacedLeaf:
         self.rows = PlacedField(catalog, field, members)
         self._catalog, self._files, self._empty = catalog, files, empty
         spec = catalog.outputs[number].spec
-        self._shape, self._dtype = spec._known_shape, spec.dtype
+        self._shape, self._dtype = known_shape(spec), spec.dtype
 
     def begin(
         self, files: np.ndarray, rows: np.ndarray, num_helpers: int, *length: int

@@ -19,13 +19,13 @@ from mpistrat.data.chunks import ChunkLayout
 from mpistrat.data.hdf5.catalog import Catalog, Known, read_catalog
 from mpistrat.data.hdf5.chunk_cache import RowCache
 from mpistrat.data.hdf5.examples import Allocate
-from mpistrat.data.hdf5.fields import Field, as_field
-from mpistrat.data.hdf5.reader import Hdf5Reader
+from mpistrat.data.hdf5.fields import Field, as_field, has_pattern
+from mpistrat.data.hdf5.row_reader import Hdf5Reader
 from mpistrat.data.order import PlainSource
 from mpistrat.data.random import PassStream
 from mpistrat.errors import DataError
-from mpistrat.system.digests import digest_of_values, mixed_digest
 from mpistrat.system.text import brief, rank_list, ranks_by_value
+from mpistrat.system.xxh3 import digest_of_values, mixed_digest
 
 if TYPE_CHECKING:
     from mpistrat.collectives.collectives import Collectives
@@ -110,7 +110,7 @@ class Hdf5Source(PlainSource):
     def has_patterns(self) -> bool:
         """Whether fields match groups, which rank 0 lists for all."""
         given = nests.flatten(self._fields)[0] if self._fields is not None else []
-        return any(as_field(each)._is_pattern for each in given)
+        return any(has_pattern(as_field(each)) for each in given)
 
     @property
     def may_be_shared(self) -> bool:

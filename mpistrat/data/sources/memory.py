@@ -23,10 +23,10 @@ from mpistrat.data.order import (
     skip_items,
 )
 from mpistrat.data.random import PassKey, PassStream
-from mpistrat.data.spec import ArraySpec, fitted, object_column
+from mpistrat.data.spec import ArraySpec, empty_rows, fits, fitted, has_open_shape, object_column
 from mpistrat.errors import DataError
-from mpistrat.system.digests import digest_of_values, mixed_digest
 from mpistrat.system.text import array_type
+from mpistrat.system.xxh3 import digest_of_values, mixed_digest
 
 
 class _InMemory(PlainSource):
@@ -272,7 +272,7 @@ class GeneratorSource(PlainSource):
         # The generator may fill the same array again, so the example keeps a copy.
         array = np.array(arrays.host_view(leaf))
         cast = None if isinstance(leaf, np.ma.MaskedArray) else fitted(array, spec.dtype)
-        if cast is None or not spec._fits(cast):
+        if cast is None or not fits(spec, cast):
             raise DataError(
                 f"from_generator: {path or 'the array'!r} of element {number} is "
                 f"{reprlib.repr(array.tolist())}, of dtype {array.dtype} and shape {array.shape}, "
@@ -297,8 +297,8 @@ class GeneratorSource(PlainSource):
 
     def _stacked(self, column: tuple[np.ndarray, ...], spec: ArraySpec) -> np.ndarray:
         if not column:
-            return np.empty((0, *spec._known_shape), spec.dtype)
-        return object_column(column) if spec._is_ragged else np.stack(column)
+            return empty_rows(spec)
+        return object_column(column) if has_open_shape(spec) else np.stack(column)
 
     def close(self) -> None:
         """Nothing to release."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
@@ -17,10 +16,18 @@ from mpistrat.arguments import as_integer
 from mpistrat.data.chunks import ChunkLayout
 from mpistrat.data.order import Block, PlainSource
 from mpistrat.data.random import PassStream
-from mpistrat.data.spec import ArraySpec, fitted, spec_of
+from mpistrat.data.spec import (
+    ArraySpec,
+    empty_rows,
+    fits,
+    fitted,
+    known_bytes,
+    known_shape,
+    spec_of,
+)
 from mpistrat.errors import DataError
 from mpistrat.mpi.launcher import cores_of_rank
-from mpistrat.system.threads import clean_up
+from mpistrat.system.background import clean_up
 
 _MAX_THREADS = 8
 _PIECE_ROWS = 64
@@ -120,7 +127,7 @@ class UserSource(PlainSource):
     def bytes_per_example(self) -> int:
         """Size of one example, as far as its spec tells."""
         leaves = nests.flatten(self.element_spec)[0] if self.num_examples else []
-        sizes: list[int] = [leaf.dtype.itemsize * math.prod(leaf._known_shape) for leaf in leaves]
+        sizes: list[int] = [known_bytes(leaf) for leaf in leaves]
         return max(sum(sizes), 1)
 
     def open(self, window_rows: int, stream: PassStream) -> UserReader:
@@ -170,14 +177,14 @@ class UserSource(PlainSource):
             return ragged
         if column.dtype == object:  # examples of several shapes
             column = np.stack([self._fitted(np.asarray(c), spec, numbers) for c in column])
-        shape = spec._known_shape
+        shape = known_shape(spec)
         if column.shape[1:] != shape:
             raise self._misfit(column[0], spec, numbers)
         return self._fitted(column, ArraySpec((len(column), *shape), spec.dtype), numbers)
 
     def _fitted(self, array: np.ndarray, spec: ArraySpec, numbers: np.ndarray) -> np.ndarray:
         cast = fitted(array, spec.dtype)
-        if cast is None or not spec._fits(cast):
+        if cast is None or not fits(spec, cast):
             raise self._misfit(array, spec, numbers)
         return cast
 
@@ -272,9 +279,7 @@ class UserReader:
         chunks = self._chunks_of(block)
         specs, structure = nests.flatten(self._source.element_spec)
         outputs = [
-            np.empty(len(block), object)
-            if None in spec.shape
-            else np.empty((len(block), *spec._known_shape), spec.dtype)
+            np.empty(len(block), object) if None in spec.shape else empty_rows(spec, len(block))
             for spec in specs
         ]
         for chunk, count in zip(*_counted(chunks), strict=True):
@@ -335,7 +340,7 @@ def _rows(nest: Any, part: slice) -> Any:
 def _empty_column(spec: ArraySpec) -> np.ndarray:
     if None in spec.shape:
         return np.empty(0, object)
-    return np.empty((0, *spec._known_shape), spec.dtype)
+    return empty_rows(spec)
 
 
 def _counted(chunks: np.ndarray) -> tuple[list[int], list[int]]:

@@ -22,7 +22,15 @@ from mpistrat.data.order import (
 )
 from mpistrat.data.random import PassKey
 from mpistrat.data.sources.memory import RangeSource
-from mpistrat.data.spec import ArraySpec, batched, fitted, object_column
+from mpistrat.data.spec import (
+    ArraySpec,
+    batched,
+    empty_rows,
+    fitted,
+    has_open_shape,
+    is_open_text,
+    object_column,
+)
 from mpistrat.errors import DataError
 from mpistrat.sharding import ceil_div
 
@@ -44,7 +52,7 @@ class Column:
     @property
     def is_ragged(self) -> bool:
         """Whether shapes may differ, the same on all ranks."""
-        return self.spec._is_ragged or (self.is_mapped and bool(self.spec.shape))
+        return has_open_shape(self.spec) or (self.is_mapped and bool(self.spec.shape))
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
@@ -81,7 +89,7 @@ def stacked(column: Column, batch_size: int) -> np.ndarray:
     if column.values.dtype != object:
         return column.values
     if not len(column.values):
-        return np.empty((0, *column.spec._known_shape), column.spec.dtype)
+        return empty_rows(column.spec)
     return np.stack(list(column.values))
 
 
@@ -122,7 +130,7 @@ class _GrowingColumn:
         self._num_rows = 0
         self._array: np.ndarray | None = None
         self._rows: list[np.ndarray] | None = None
-        if spec._is_ragged or spec._is_open_text:
+        if has_open_shape(spec) or is_open_text(spec):
             self._rows = []
 
     def add(self, row: np.ndarray) -> None:
@@ -142,8 +150,8 @@ class _GrowingColumn:
         if self._array is not None and self._rows is None:
             return self._array
         if not self._rows:
-            return np.empty((0, *self.spec._known_shape), self.spec.dtype)
-        are_alike = not self.spec._is_ragged and len({row.shape for row in self._rows}) == 1
+            return empty_rows(self.spec)
+        are_alike = not has_open_shape(self.spec) and len({row.shape for row in self._rows}) == 1
         return np.stack(self._rows) if are_alike else object_column(self._rows)
 
 

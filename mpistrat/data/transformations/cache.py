@@ -19,7 +19,14 @@ from mpistrat.data.chunks import ChunkLayout
 from mpistrat.data.order import Block, Example, Source, span_of
 from mpistrat.data.pipeline import Pipeline
 from mpistrat.data.random import PassKey, PassStream
-from mpistrat.data.spec import ArraySpec, object_column
+from mpistrat.data.spec import (
+    ArraySpec,
+    has_open_shape,
+    is_open_text,
+    known_bytes,
+    known_shape,
+    object_column,
+)
 from mpistrat.data.transformations.batch import columns_of, rows_of
 from mpistrat.system.text import readable_size
 
@@ -44,7 +51,7 @@ class Record:
     def __init__(self, specs: Sequence[ArraySpec], is_mapped: bool) -> None:
         self.specs = list(specs)
         self._is_open = [
-            spec._is_ragged or spec._is_open_text or (is_mapped and bool(spec.shape))
+            has_open_shape(spec) or is_open_text(spec) or (is_mapped and bool(spec.shape))
             for spec in specs
         ]
         self._num_integers = 1 + sum(
@@ -58,7 +65,7 @@ class Record:
         """The size of every record; ``None`` where they differ."""
         if any(self._is_open):
             return None
-        leaves = [spec.dtype.itemsize * int(np.prod(spec._known_shape)) for spec in self.specs]
+        leaves = [known_bytes(spec) for spec in self.specs]
         return self.size_of(leaves)
 
     def size_of(self, leaf_sizes: Sequence[int]) -> int:
@@ -104,12 +111,12 @@ class Record:
         found, place = [], 1
         for spec, is_open in zip(self.specs, self._is_open, strict=True):
             if not is_open or header is None:
-                found.append((spec._known_shape, spec.dtype))
+                found.append((known_shape(spec), spec.dtype))
                 continue
             num_axes = len(spec.shape)
             shape = tuple(int(length) for length in header[place : place + num_axes])
             width = int(header[place + num_axes]) // np.dtype("U1").itemsize
-            found.append((shape, np.dtype(f"U{width}") if spec._is_open_text else spec.dtype))
+            found.append((shape, np.dtype(f"U{width}") if is_open_text(spec) else spec.dtype))
             place += num_axes + 1
         return found
 

@@ -27,7 +27,7 @@ from mpistrat.data.random import MapScope, PassKey, PassStream
 from mpistrat.data.transformations.batch import Batch, Enumerate
 from mpistrat.errors import DataError
 from mpistrat.mpi.launcher import cores_of_rank
-from mpistrat.system.threads import clean_up
+from mpistrat.system.background import clean_up
 
 AUTOTUNE = -1
 """Stands for this rank's share of the cores."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat import nests
-from mpistrat.data.spec import ArraySpec, batched, fitted
+from mpistrat.data.spec import ArraySpec, batched, fitted, has_open_shape, is_open_text, known_shape
 from mpistrat.data.transformations.batch import Batch, Column, stacked
 from mpistrat.errors import DataError
 from mpistrat.ragged import Ragged
@@ -59,7 +59,7 @@ class PaddedBatch(Batch):
                 )
         if column.values.dtype != object and list(column.values.shape[1:]) == target:
             return stacked(column, 1)
-        dtype = np.result_type(*column.values) if spec._is_open_text and shapes else spec.dtype
+        dtype = np.result_type(*column.values) if is_open_text(spec) and shapes else spec.dtype
         output = np.full(
             (len(shapes), *target), self._padding(structure, number, path, spec), dtype
         )
@@ -119,7 +119,7 @@ class RaggedBatch(Batch):
         """Return the nest of specs of a batch of elements."""
 
         def ragged(leaf: ArraySpec, batched: ArraySpec) -> ArraySpec:
-            if not (leaf._is_ragged or (is_mapped and leaf.shape)):
+            if not (has_open_shape(leaf) or (is_mapped and leaf.shape)):
                 return batched
             return ArraySpec((self.known_length, None, *leaf.shape[1:]), leaf.dtype, True)
 
@@ -138,7 +138,7 @@ class RaggedBatch(Batch):
             if row.shape[1:] != rows[0].shape[1:]:
                 column.refuse(number, column.name(0), rows[0].shape)
         if not rows:
-            trailing = column.spec._known_shape[1:]
+            trailing = known_shape(column.spec)[1:]
             return Ragged(np.empty((0, *trailing), column.spec.dtype), splits)
         return Ragged(np.concatenate(rows), splits)
 

@@ -21,7 +21,7 @@ from mpistrat.data.fingerprint import check_same
 from mpistrat.data.order import Block
 from mpistrat.data.pipeline import Pipeline
 from mpistrat.data.random import PassKey, PassStream
-from mpistrat.data.spec import ArraySpec
+from mpistrat.data.spec import ArraySpec, holds_ragged, known_bytes
 from mpistrat.data.views import (
     Child,
     Part,
@@ -83,7 +83,7 @@ class Rows(View):
             return None
         paths, leaves, structure = nests.flatten_with_paths(spec)
         for path, leaf in zip(paths, leaves, strict=True):
-            if not leaf.shape or leaf._holds_ragged:
+            if not leaf.shape or holds_ragged(leaf):
                 raise ValueError(
                     f"unbatch gives the rows of arrays one by one, but {path or 'the element'} of "
                     f"{self.children[0].calls} is {leaf}, without a first dimension."
@@ -191,7 +191,7 @@ class Rows(View):
         if layout is not None:
             return -(-layout.bytes_per_row * len(self.lengths) // self.num_examples)
         leaves = nests.flatten(self.element_spec)[0]
-        sizes = [int(e.dtype.itemsize) * int(np.prod(e._known_shape)) for e in leaves]
+        sizes = [known_bytes(e) for e in leaves]
         return max(sum(sizes), 1)
 
     def child_window(self, window_rows: int, child: Pipeline) -> int:

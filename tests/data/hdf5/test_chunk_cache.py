@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from mpistrat.data import Dataset
-from mpistrat.data.hdf5 import chunk_cache, reader
+from mpistrat.data.hdf5 import chunk_cache, row_reader
 from mpistrat.data.hdf5.catalog import read_catalog
-from mpistrat.data.hdf5.reader import Hdf5Reader
+from mpistrat.data.hdf5.row_reader import Hdf5Reader
 
 NUM_ROWS = 500, 231
 
@@ -90,7 +90,7 @@ def test_the_smallest_fields_are_cached_as_far_as_the_limit_goes(
     pattern, loaded, monkeypatch, limit, cached, shuffled
 ):
     monkeypatch.setattr(chunk_cache, "_ROW_CACHE_BYTES", limit)
-    monkeypatch.setattr(reader, "is_placed", lambda *_: False)  # as without compiled code
+    monkeypatch.setattr(row_reader, "is_placed", lambda *_: False)  # as without compiled code
     dataset = Dataset.from_hdf5(pattern)
     batches = (dataset.shuffle(0) if shuffled else dataset).batch(32)
     assert all(map(is_sound, batches))

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from mpistrat import hdf5
 from mpistrat.data import Dataset
-from mpistrat.data.hdf5.files import FieldAccess, StoredRows
 from mpistrat.data.hdf5.layouts import CompressedChunks
+from mpistrat.data.hdf5.open_files import FieldAccess, StoredRows
 from mpistrat.errors import DataError
 from mpistrat.testing import launch
 

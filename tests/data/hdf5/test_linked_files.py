@@ -9,9 +9,9 @@ import pytest
 
 from mpistrat.cli import main
 from mpistrat.data import Dataset, Field
-from mpistrat.data.hdf5 import files
+from mpistrat.data.hdf5 import open_files
 from mpistrat.errors import DataError
-from tests.data.hdf5.test_files import touched
+from tests.data.hdf5.test_open_files import touched
 
 VALUES = np.arange(1, 41, dtype="i4").reshape(20, 2)
 
@@ -57,7 +57,7 @@ STEPS = [
 @pytest.mark.parametrize("steps", STEPS, ids="-".join)
 def test_a_chain_of_files(tmp_path, monkeypatch, steps, field):
     path = chain(tmp_path, steps)
-    monkeypatch.setattr(files, "_CHECK_INTERVAL_S", 0.0)
+    monkeypatch.setattr(open_files, "_CHECK_INTERVAL_S", 0.0)
 
     def read():
         return np.concatenate(list(Dataset.from_hdf5(path, field).batch(7))).reshape(20, 2)
@@ -102,7 +102,7 @@ def test_the_error_names_the_whole_chain(tmp_path):
 
 @pytest.mark.parametrize("attribute", [None, "label"])
 def test_a_link_of_a_link_is_watched_for_attributes_too(tmp_path, monkeypatch, attribute):
-    monkeypatch.setattr(files, "_CHECK_INTERVAL_S", 0.0)
+    monkeypatch.setattr(open_files, "_CHECK_INTERVAL_S", 0.0)
     for name in ("x*", "x"):
         path = chain(tmp_path, ("link", "link"))
         fields = (Field(name, attribute=attribute), "x*" if name == "x*" else "x")

@@ -8,7 +8,7 @@ import pytest
 
 from mpistrat.cli import main
 from mpistrat.data import Dataset, Field
-from mpistrat.data.hdf5 import files
+from mpistrat.data.hdf5 import open_files
 from mpistrat.errors import DataError
 
 
@@ -103,7 +103,7 @@ def test_groups_of_pandas(tmp_path):
 @pytest.mark.parametrize("layout", ["placed", "chunked", "of any length", "attribute"])
 @pytest.mark.parametrize("happens", ["truncated", "replaced"])
 def test_a_file_that_changes_during_a_pass(tmp_path, monkeypatch, layout, happens):
-    monkeypatch.setattr(files, "_CHECK_INTERVAL_S", 0.0)
+    monkeypatch.setattr(open_files, "_CHECK_INTERVAL_S", 0.0)
     monkeypatch.setattr("mpistrat.data.hdf5.chunk_cache._ROW_CACHE_BYTES", 0)
     path = tmp_path / "data.h5"
     with h5py.File(path, "w") as file:
@@ -126,7 +126,7 @@ def test_a_file_that_changes_during_a_pass(tmp_path, monkeypatch, layout, happen
 
 
 def test_a_match_that_becomes_shorter_unnoticed_is_an_error_and_no_signal(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "_CHECK_INTERVAL_S", 1e9)
+    monkeypatch.setattr(open_files, "_CHECK_INTERVAL_S", 1e9)
     path = tmp_path / "data.h5"
     with h5py.File(path, "w") as file:
         for number in range(50):

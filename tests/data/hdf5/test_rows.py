@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mpistrat.data import Dataset
 from mpistrat.data.hdf5 import chunk_cache
 from mpistrat.data.hdf5.catalog import read_catalog
-from mpistrat.data.hdf5.files import OpenFiles
+from mpistrat.data.hdf5.open_files import OpenFiles
 from mpistrat.data.hdf5.rows import is_placed
 from mpistrat.data.hdf5.source import Hdf5Source
 from mpistrat.data.random import PassStream

@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 
 from mpistrat.data import ArraySpec, Dataset, Field
-from mpistrat.data.hdf5 import files
-from mpistrat.data.hdf5.files import OpenFiles
-from mpistrat.data.hdf5.reader import Hdf5Reader
+from mpistrat.data.hdf5 import open_files
+from mpistrat.data.hdf5.open_files import OpenFiles
+from mpistrat.data.hdf5.row_reader import Hdf5Reader
 from mpistrat.errors import DataError
 from tests.helpers import collect_in_a_thread, filenames
 
 
 @pytest.fixture(autouse=True)
 def tiny_chunks_are_for_threads_too(streamed, monkeypatch):
-    monkeypatch.setattr("mpistrat.data.hdf5.reader._TINY_CHUNK_BYTES", 0)
+    monkeypatch.setattr("mpistrat.data.hdf5.row_reader._TINY_CHUNK_BYTES", 0)
 
 
 def labels(dataset):
@@ -156,7 +156,7 @@ def first_use_raises(*args, match, **kwargs):
 @pytest.mark.parametrize("axis", [0, -1])
 @pytest.mark.parametrize("dtype", ["<f4", ">i2", "?", "S3", "c8"])
 def test_large_rows_of_many_chunks(tmp_path, monkeypatch, dtype, axis):
-    monkeypatch.setattr(files, "_LARGE_ROW_BYTES", 64)
+    monkeypatch.setattr(open_files, "_LARGE_ROW_BYTES", 64)
     path, values = tmp_path / "data.h5", np.arange(7 * 6 * 10).reshape(7, 6, 10).astype(dtype)
     values[3:5] = values.dtype.type()  # these chunks are never written
     with h5py.File(path, "w") as file:

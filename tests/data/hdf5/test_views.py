@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from mpistrat.data import Dataset
-from mpistrat.data.hdf5 import chunk_cache, reader
+from mpistrat.data.hdf5 import chunk_cache, row_reader
 
 N, CHUNK, FIELDS = 12000, 20, ("image", "label")
 
@@ -28,14 +28,14 @@ def decoded(monkeypatch):
     monkeypatch.setattr(chunk_cache, "_ROW_CACHE_BYTES", 2**10)
     monkeypatch.setattr(chunk_cache, "_MIN_CAPACITY_BYTES", 2**15)
     monkeypatch.setattr("mpistrat.data.transformations.shuffle.WINDOW_BYTES", 2**20)
-    counts, decode = {}, reader.Hdf5Reader._decode
+    counts, decode = {}, row_reader.Hdf5Reader._decode
 
     def counting(self, field, chunks):
         key = self._catalog.columns[field].path, self._catalog.files[0].path[-4]
         counts[key] = counts.get(key, 0) + len(chunks)
         return decode(self, field, chunks)
 
-    monkeypatch.setattr(reader.Hdf5Reader, "_decode", counting)
+    monkeypatch.setattr(row_reader.Hdf5Reader, "_decode", counting)
     return counts
 
 

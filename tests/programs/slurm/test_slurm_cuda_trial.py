@@ -14,7 +14,7 @@ PROGRAM = """
 import json, sys
 from mpistrat.arrays import Device
 from mpistrat.cuda_awareness.trial import cuda_awareness
-from mpistrat.cuda_awareness.evidence import Evidence
+from mpistrat.cuda_awareness import Evidence
 from mpistrat.cuda_awareness.trial import try_exchange
 from mpistrat.mpi.world import open_world
 found = cuda_awareness(

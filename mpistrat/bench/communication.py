@@ -19,8 +19,7 @@ from mpistrat.bench.benchmark import (
     Row,
     Table,
 )
-from mpistrat.bench.measure import facts_of_last_collective, take_turns
-from mpistrat.bench.networks import SHAPES, random_arrays
+from mpistrat.bench.measure import SHAPES, facts_of_last_collective, random_arrays, take_turns
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.comm.shared_reducer import SharedMemoryReducer
 from mpistrat.mpi.world import open_world

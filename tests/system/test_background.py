@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpistrat.system.threads import Background, in_background
+from mpistrat.system.background import Background, in_background
 from tests.helpers import collect_in_a_thread
 
 

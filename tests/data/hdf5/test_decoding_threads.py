@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from mpistrat.data.hdf5.read_ahead import DecodingThreads
+from mpistrat.data.hdf5.filters import DecodingThreads
 from mpistrat.mpi.launcher import cores_of_rank
 from mpistrat.system.cpu import current_core, own_cores
 

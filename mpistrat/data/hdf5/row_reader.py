@@ -6,6 +6,7 @@ import bisect
 import contextlib
 import itertools
 import os
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -24,9 +25,9 @@ from mpistrat.data.hdf5.chunk_cache import (
     release_idle_buffers,
 )
 from mpistrat.data.hdf5.examples import Allocate, SingleReader, leaf_of
-from mpistrat.data.hdf5.files import OpenFiles, StoredRows
+from mpistrat.data.hdf5.filters import DecodingThreads
 from mpistrat.data.hdf5.layouts import CompressedChunks
-from mpistrat.data.hdf5.read_ahead import DecodingThreads, ExpectedRows, is_run
+from mpistrat.data.hdf5.open_files import OpenFiles, StoredRows
 from mpistrat.data.hdf5.rows import (
     PlacedLeaf,
     RowCopies,
@@ -34,8 +35,9 @@ from mpistrat.data.hdf5.rows import (
     lies_in_one_piece,
 )
 from mpistrat.data.order import Block
+from mpistrat.data.spec import known_shape
 from mpistrat.errors import DataError
-from mpistrat.system.threads import clean_up
+from mpistrat.system.background import clean_up
 
 _READ_ERRORS = (OSError, KeyError, TypeError, ValueError, RuntimeError)  # those of h5py
 
@@ -43,6 +45,8 @@ _TINY_CHUNK_BYTES = 2**14
 """Such chunks are decoded where they are announced: handing them to a thread takes longer."""
 _FIRST = np.zeros((), np.intp)  # the number of the only file
 _AHEAD_BYTES = 2**23  # of rows with known places, which the disk is asked for
+_MIN_RUN_ROWS = 8
+"""Fewer rows in a row may still be a part of disorder: then a block is read and cached."""
 
 _Columns = dict[int, tuple[np.ndarray, np.ndarray]]
 """By field the chunk of each row, and the rows."""
@@ -76,7 +80,7 @@ class Hdf5Reader:
         self._num_helpers = self._threads.count - 1 if window_rows else 0
         self._pid, self._plans = os.getpid(), plan_fields(catalog, window_rows)
         specs = [layout.spec for layout in catalog.files[0].layouts]
-        self._specs = [(spec._known_shape, spec.dtype) for spec in specs]
+        self._specs = [(known_shape(spec), spec.dtype) for spec in specs]
         caches = {} if single_caches is None else single_caches
         self._singles = [
             SingleReader(catalog, number, self._files, caches.setdefault(number, {}))
@@ -108,7 +112,7 @@ class Hdf5Reader:
         if not window_rows:
             self._sliced += [field for field in placed if lies_in_one_piece(catalog, field)]
         self._chunk_caches: dict[int, ChunkCache] = {}
-        self._expected = ExpectedRows()
+        self._expected = _ExpectedRows()
         self._begun: tuple[np.ndarray, dict[int, RowCopies], _Columns] | None = None
         """The rows that come next, and the copies of them that were begun: of those with a place
         by leaf, of decoded ones by field."""
@@ -139,7 +143,7 @@ class Hdf5Reader:
         numbers = np.asarray(block, np.int64)
         columns, leaves = dict[int, np.ndarray](), dict[int, np.ndarray]()
         if len(numbers):
-            if self._sliced and is_run(numbers):
+            if self._sliced and _is_run(numbers):
                 columns = self._slices(int(numbers[0]), int(numbers[-1]) + 1)
             if len(columns) < self._num_to_read:
                 files, rows = self._locate(numbers)
@@ -188,7 +192,7 @@ class Hdf5Reader:
         placed_of = {placed.number: placed for placed in self._placed}
         leaves = []
         for number, found in enumerate(self._catalog.outputs):
-            shape = found.spec._known_shape
+            shape = known_shape(found.spec)
             if number in placed_of:
                 placed = placed_of[number]
                 output = placed.end(placed.begin(files, rows, self._num_helpers, length), True)
@@ -426,3 +430,51 @@ class Hdf5Reader:
         for cache in self._chunk_caches.values():
             cache.close()
         self._files.close()
+
+
+class _ExpectedRows:
+    """Queue of the rows that were announced and not read yet."""
+
+    def __init__(self) -> None:
+        self._blocks: deque[Block] = deque()
+        self._start = 0
+        """So many rows of the first block were read."""
+
+    def __bool__(self) -> bool:
+        return bool(self._blocks)
+
+    def add(self, block: Block) -> None:
+        """Append rows."""
+        if len(block):
+            self._blocks.append(block)
+
+    def first(self, count: int) -> Block | None:
+        """Return the next rows; ``None`` where there are not so many."""
+        parts: list[Block] = []
+        start = self._start
+        for block in self._blocks:
+            part = block[start : start + count]
+            # Usually the rows of a batch are all in one block, and nothing is copied.
+            if len(part) == count and not parts:
+                return part
+            parts.append(part)
+            count, start = count - len(part), 0
+            if not count:
+                return np.concatenate(parts)
+        return None
+
+    def drop(self, count: int) -> None:
+        """Remove the next rows, or all where there are not so many."""
+        self._start += count
+        while self._blocks and self._start >= len(self._blocks[0]):
+            self._start -= len(self._blocks.popleft())
+        if not self._blocks:
+            self._start = 0
+
+
+def _is_run(numbers: np.ndarray) -> bool:
+    """Return whether rows follow one another, and are more than a few."""
+    first, count = int(numbers[0]), len(numbers)
+    if count < _MIN_RUN_ROWS or numbers[-1] != first + count - 1:
+        return False
+    return np.arange(first, first + count).tobytes() == numbers.tobytes()

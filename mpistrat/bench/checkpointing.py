@@ -30,8 +30,7 @@ from mpistrat.bench.benchmark import (
     Row,
     Table,
 )
-from mpistrat.bench.measure import Timings
-from mpistrat.bench.networks import SHAPES, random_arrays
+from mpistrat.bench.measure import SHAPES, Timings, random_arrays
 from mpistrat.checkpoint import Checkpoint, CheckpointManager
 from mpistrat.checkpoint.reader import open_checkpoint
 from mpistrat.collectives.collectives import Collectives

@@ -15,7 +15,7 @@ import pytest
 
 from mpistrat import hdf5
 from mpistrat.data import Dataset
-from mpistrat.data.hdf5 import files
+from mpistrat.data.hdf5 import open_files
 from mpistrat.errors import DataError
 
 
@@ -46,7 +46,7 @@ def touched(path):
 def test_a_file_that_changes_is_noticed(numbered, monkeypatch, happens, message, cache_bytes):
     path = numbered(1000, chunk=10, compression="gzip")
     dataset = Dataset.from_hdf5(path, "image").batch(10)
-    monkeypatch.setattr(files, "_CHECK_INTERVAL_S", 0.0)
+    monkeypatch.setattr(open_files, "_CHECK_INTERVAL_S", 0.0)
     monkeypatch.setattr("mpistrat.data.hdf5.chunk_cache._ROW_CACHE_BYTES", cache_bytes)
     # As little as possible is read ahead.
     monkeypatch.setattr("mpistrat.data.hdf5.chunk_cache._MIN_CAPACITY_BYTES", 0)
@@ -70,7 +70,7 @@ def test_a_change_of_another_file_with_the_data_is_noticed(numbered, tmp_path, m
         file.create_virtual_dataset("virtual", layout)
         file.create_dataset("external", data=np.arange(1000), external=[(raw, 0, 8000)])
     dataset = Dataset.from_hdf5(tmp_path / "data.h5", field).batch(10)
-    monkeypatch.setattr(files, "_CHECK_INTERVAL_S", 0.0)
+    monkeypatch.setattr(open_files, "_CHECK_INTERVAL_S", 0.0)
     assert sum(batch.sum() for batch in dataset) == 499500
     changed = raw if field == "external" else other
     touched(changed)
@@ -256,14 +256,14 @@ def test_the_number_of_open_files_follows_the_limit_of_the_process(tmp_path, mon
     monkeypatch.setattr("mpistrat.data.hdf5.chunk_cache._ROW_CACHE_BYTES", 0)
     most = []
     for limit in (20, 1000):
-        monkeypatch.setattr(files.hdf5, "max_open_files", lambda limit=limit: limit)
+        monkeypatch.setattr(open_files.hdf5, "max_open_files", lambda limit=limit: limit)
         opened.clear()
         dataset = Dataset.from_hdf5(pattern, "x").shuffle(0)
-        before, seen = files._num_open.total, 0
+        before, seen = open_files._num_open.total, 0
         for _ in dataset.batch(4):
-            seen = max(seen, files._num_open.total - before)
+            seen = max(seen, open_files._num_open.total - before)
         most.append((seen, len(opened)))
-        assert files._num_open.total == before
+        assert open_files._num_open.total == before
     (few, with_few), (many, with_many) = most
     assert few == 10
     assert many == 40
@@ -273,11 +273,11 @@ def test_the_number_of_open_files_follows_the_limit_of_the_process(tmp_path, mon
 def test_two_readers_share_the_limit(tmp_path, monkeypatch):
     pattern = many_files(tmp_path, 30, chunks=(1, 2), compression="gzip")
     monkeypatch.setattr("mpistrat.data.hdf5.chunk_cache._ROW_CACHE_BYTES", 0)
-    monkeypatch.setattr(files.hdf5, "max_open_files", lambda: 16)
+    monkeypatch.setattr(open_files.hdf5, "max_open_files", lambda: 16)
     data = Dataset.from_hdf5(pattern, "x")
     pairs = Dataset.zip((data.shuffle(0), data.shuffle(1)))
-    before, seen = files._num_open.total, 0
+    before, seen = open_files._num_open.total, 0
     for _ in pairs.batch(4):
-        seen = max(seen, files._num_open.total)
+        seen = max(seen, open_files._num_open.total)
     assert seen <= 9
-    assert files._num_open.total == before
+    assert open_files._num_open.total == before
