@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ContextDecorator
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
 from mpistrat import nests
 from mpistrat.errors import ContextError
+from mpistrat.system import units
 from mpistrat.system.callsite import failure_site
 from mpistrat.tracing.spans import span
 from mpistrat.user_warnings.once import warn_once
@@ -48,8 +49,7 @@ class Frame:
     @property
     def collectives(self) -> Collectives:
         """The collectives of the frame's strategy."""
-        collectives: Collectives = self.strategy.extended._collectives
-        return collectives
+        return collectives_of(self.strategy)
 
 
 # Per thread, because the replicas of a rank run on threads of their own, each in its context.
@@ -60,6 +60,12 @@ class _Stack(threading.local):
 
 
 _stack = _Stack()
+
+
+def collectives_of(strategy: Strategy) -> Collectives:
+    """Return how the ranks of `strategy` communicate; in `run`, the replica that runs."""
+    collectives: Collectives = strategy.extended._collectives
+    return collectives
 
 
 def current() -> Frame | None:
@@ -251,36 +257,6 @@ class Scope(ContextDecorator, Generic[S]):
         ) from None
 
 
-class MadeInScope:
-    """Base of objects whose making is one collective call of the strategy in scope."""
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if "__init__" in vars(cls):
-            setattr(cls, "__init__", _as_unit(vars(cls)["__init__"]))  # noqa: B010
-
-
-def _as_unit(init: Callable[..., None]) -> Callable[..., None]:
-    """Return `init`, the ``__init__`` of a class, as a unit."""
-
-    @functools.wraps(init)
-    def init_as_unit(self: Any, *args: Any, **kwargs: Any) -> None:
-        frame = current()
-        if frame is None or frame.kind is not Kind.CROSS_REPLICA:
-            init(self, *args, **kwargs)
-            return
-        before = dict(vars(self))
-
-        def make() -> None:
-            vars(self).clear()  # of what an attempt has left that is repeated
-            vars(self).update(before)
-            init(self, *args, **kwargs)
-
-        frame.collectives.as_unit(type(self).__name__, make)
-
-    return init_as_unit
-
-
 def set_base(frame: Frame | None) -> None:
     """Make `frame` the bottom of this thread's stack; ``None`` is the default context."""
     if _stack.frames:
@@ -308,26 +284,71 @@ def mode_for(strategy: Strategy, what: str) -> Kind:
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
-def collective(kind: str, writes: bool = False) -> Callable[[_Method], _Method]:
-    """Make a method of a strategy, or of its extended interface, a public collective call.
+def collective(
+    kind: str | None = None,
+    writes: bool | Literal["self"] = False,
+    of: Callable[[Any], Collectives | None] | None = None,
+    sets_attributes: bool = False,
+) -> Callable[[_Method], _Method]:
+    """Make a method a public collective call: the unit that an elastic job repeats after a loss.
 
-    It is checked to be in cross-replica context, and is a unit that an elastic job repeats after a
-    loss. `kind` names it in messages; `writes` says whether it may write to any variable.
+    A method of a strategy, or of its extended interface, is checked to be in cross-replica context.
+    For others `of` returns, from the first argument, the ranks that make the call, ``None`` where
+    it is part of a call around it.
+
+    Parameters
+    ----------
+    kind : str, optional
+        Names the call in messages; by default the class and the method do.
+    writes : bool or "self"
+        Whether it may write to any variable, or only to the one that it is a method of.
+    of : callable, optional
+    sets_attributes : bool
+        Whether it sets attributes of the object, which a repeated call must find as they were.
     """
 
     def decorate(method: _Method) -> _Method:
         @functools.wraps(method)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            strategy = self._container
-            require_cross_replica(strategy, kind)
-            ranks = strategy._extended._collectives
-            if not ranks.is_elastic:  # most programs; a unit would cost each step some objects
+            if of is None:
+                strategy = self._container
+                require_cross_replica(strategy, cast(str, kind))
+                ranks = strategy._extended._collectives
+            else:
+                ranks = of(self)
+            if ranks is None or not ranks.is_elastic:
+                # Most programs; a unit would cost each step some objects.
                 return method(self, *args, **kwargs)
-            return ranks.as_unit(kind, functools.partial(method, self, *args, **kwargs), writes)
+
+            def attempt() -> Any:
+                if sets_attributes:
+                    units.on_undo(functools.partial(_set_attributes, self, dict(vars(self))))
+                return method(self, *args, **kwargs)
+
+            what = kind or f"{type(self).__name__}.{method.__name__}".removesuffix(".__init__")
+            return ranks.as_unit(what, attempt, (self,) if writes == "self" else writes)
 
         return cast(_Method, call)
 
     return decorate
+
+
+def ranks_in_scope(_: object) -> Collectives | None:
+    """Return the ranks of the strategy in scope, ``None`` outside every scope."""
+    frame = current()
+    # In replica context the call of `run` around it is the unit.
+    return frame.collectives if frame is not None and frame.kind is Kind.CROSS_REPLICA else None
+
+
+def made_in_scope(init: _Method) -> _Method:
+    """Make an ``__init__`` one collective call of the strategy in scope, if there is any."""
+    return collective(of=ranks_in_scope, sets_attributes=True)(init)
+
+
+def _set_attributes(thing: object, attributes: Mapping[str, Any]) -> None:
+    """Have `thing` with these attributes and no others."""
+    vars(thing).clear()
+    vars(thing).update(attributes)
 
 
 _TWINS = {

@@ -7,6 +7,7 @@ from typing import Any
 
 from mpistrat.collectives.collectives import CollectiveCall, Collectives
 from mpistrat.elastic.job import job
+from mpistrat.elastic.values import ElasticReplicaSet
 from mpistrat.errors import CollectiveError
 from mpistrat.failures.losses import leave_lost
 from mpistrat.options import CommunicationOptions
@@ -16,6 +17,7 @@ class ElasticCollectives(Collectives):
     """The collectives of an elastic strategy, each in a unit."""
 
     is_elastic = True
+    replica_set = ElasticReplicaSet
 
     @property
     def needs_unit(self) -> bool:
@@ -39,6 +41,10 @@ class ElasticCollectives(Collectives):
     def note_variable(self, variable: Any) -> None:
         """Return `variable` to what it was before a unit that is repeated."""
         job.state.add(variable)
+
+    def check_can_copy(self, what: str) -> None:
+        """Refuse to copy `what`, of which a unit that is repeated would not know."""
+        raise NotImplementedError(f"{what} cannot be copied. Make another one.")
 
     def note_optimizer(self, optimizer: Any) -> None:
         """Have `optimizer` prepare its steps again after a loss."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpistrat import nests
+from mpistrat.collectives.collectives import Collectives
 from mpistrat.data.distributed_dataset import DistributedDataset, ReplicaPart
 from mpistrat.values import local_component
 
@@ -14,8 +15,8 @@ from mpistrat.values import local_component
 class ElasticDataset(DistributedDataset):
     """The parts of the replicas that this rank has, also once these are more."""
 
-    def __init__(self, parts: Sequence[ReplicaPart], replicas: Any) -> None:
-        super().__init__(parts, replicas.ranks, replicas)
+    def __init__(self, parts: Sequence[ReplicaPart], ranks: Collectives, replicas: Any) -> None:
+        super().__init__(parts, ranks, replicas)
         self._of_replicas = dict(zip(replicas.ids, parts, strict=True))
         """By replica, the parts of all that this rank has had."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import os
@@ -109,6 +110,8 @@ class ElasticJob:
     def note_optimizer(self, optimizer: Any) -> None:
         """Have `optimizer` prepare its steps again after a loss."""
         self._optimizers.add(optimizer)
+        # A unit that creates it, and is repeated, creates its attributes again.
+        self._note_undo(functools.partial(self._optimizers.discard, optimizer))
 
     def forget(self, ranks: Any) -> None:
         """Do not connect the strategy of these `ranks` again, which was closed."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpistrat import nests
 from mpistrat.errors import ReplicaLostError
 from mpistrat.replicas.replica_set import Make, ReplicaSet
 from mpistrat.values import PerReplica
+
+if TYPE_CHECKING:
+    from mpistrat.data.distributed_dataset import DistributedDataset
 
 _Again = Callable[[Sequence[int]], Sequence[Any]]
 """Returns the components of some replicas."""
@@ -75,6 +78,12 @@ class ElasticReplicas(PerReplica[Any]):
 
 class ElasticReplicaSet(ReplicaSet):
     """The replicas of this rank, which may become more."""
+
+    @property
+    def _dataset_class(self) -> type[DistributedDataset]:
+        from mpistrat.elastic.dataset import ElasticDataset  # few programs need it
+
+        return ElasticDataset
 
     def per_replica(self, components: Sequence[Any]) -> ElasticReplicas:
         """Return the distributed value of the replicas' components."""

@@ -47,11 +47,13 @@ _LONG_POLL_S = 0.002
 _logger = logging.getLogger("mpistrat")
 
 
-def open_channel(comm: MPI.Intracomm, timeout_s: float | None, is_elastic: bool = False) -> Channel:
+def open_channel(
+    comm: MPI.Intracomm, timeout_s: float | None, outlives_losses: bool = False
+) -> Channel:
     """Return the channel of `comm`, a fresh one after a `CollectiveError`. **Collective**."""
 
     def make() -> Channel:
-        rendezvous = Rendezvous(comm, opens=True, is_elastic=is_elastic)
+        rendezvous = Rendezvous(comm, opens=True, outlives_losses=outlives_losses)
         if rendezvous.has_fewer:
             raise loss_error(comm, rendezvous.lost_ranks() or [], "MPIStrategy()")
         if not _wait(rendezvous, timeout_s, _log_wait):

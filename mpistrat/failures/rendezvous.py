@@ -43,7 +43,7 @@ class Rendezvous:
     # duplicate, and on it the MAX of three numbers. A rank can poll for as long as it likes, and
     # MPI can be finalized while others are missing.
 
-    def __init__(self, comm: MPI.Intracomm, opens: bool, is_elastic: bool = False) -> None:
+    def __init__(self, comm: MPI.Intracomm, opens: bool, outlives_losses: bool = False) -> None:
         from mpi4py import MPI
 
         own = int.from_bytes(blake2b(_INSTALLED.encode(), digest_size=8).digest(), "big")
@@ -54,7 +54,7 @@ class Rendezvous:
         self.comm: MPI.Intracomm
         """A private duplicate, once all ranks are here."""
         self._request: MPI.Request
-        if is_elastic:
+        if outlives_losses:
             shrunk: Any = comm.Shrink()
             self.comm, self._request = shrunk, MPI.REQUEST_NULL
         else:

@@ -62,7 +62,11 @@ def _checked_examples(what: str, value: Any, num_features: int, axis: int) -> Ar
     return array
 
 
-class BatchNorm(context.MadeInScope, Trackable):
+def _ranks(layer: BatchNorm) -> Collectives:
+    return context.collectives_of(layer.gamma.strategy)
+
+
+class BatchNorm(Trackable):
     """Batch normalization (Ioffe and Szegedy, 2015): ``gamma * (x - mean) / std + beta``.
 
     In training, mean and variance are those of the replica's own examples, or with `synchronized`
@@ -113,6 +117,7 @@ class BatchNorm(context.MadeInScope, Trackable):
     >>> gradients = norm.backward(saved, np.ones_like(y))
     """
 
+    @context.made_in_scope
     def __init__(
         self,
         num_features: int,
@@ -212,15 +217,19 @@ class BatchNorm(context.MadeInScope, Trackable):
         what = f"BatchNorm.forward of {self.name!r}"
         if owner is None or context.mode_for(owner, what) is not context.Kind.CROSS_REPLICA:
             return self._checked("forward", x), [each.values[0] for each in averages]
+        return self._reduced_averages(x)
+
+    @context.collective("BatchNorm.forward", of=_ranks)
+    def _reduced_averages(self, x: Any) -> tuple[Array, list[Array]]:
+        """Return the checked `x` and the averages of all replicas. **Collective**."""
+        extended = self.gamma.strategy.extended
 
         def reduced() -> tuple[Array, list[Array]]:
-            with owner.extended._replicas.call("BatchNorm.forward", self.name) as call:
-                own = [each.values[0] for each in averages]
+            with extended._replicas.call("BatchNorm.forward", self.name) as call:
+                own = [each.values[0] for each in (self.moving_mean, self.moving_variance)]
                 return self._checked("forward", x), call.all_reduce(ReduceOp.MEAN, own)
 
-        found: tuple[Array, list[Array]] = owner.extended._collectives.as_unit(
-            "BatchNorm.forward", lambda: owner.extended._on_replicas(reduced)
-        )
+        found: tuple[Array, list[Array]] = extended._on_replicas(reduced)
         return found
 
     def backward(

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mpistrat import context
 from mpistrat.arguments import as_finite, as_integer
 from mpistrat.arrays import Array, namespace_of
 from mpistrat.metrics.metric import (
@@ -28,6 +29,7 @@ SAME_SHAPE = "Labels are 0 or 1, beside one score each: for classes give one-hot
 class _BinaryCounts(Metric[Any]):
     """Counts of right and wrong predictions at thresholds: what precision and recall share."""
 
+    @context.made_in_scope
     def __init__(
         self,
         thresholds: float | Sequence[float] | None = None,
@@ -184,6 +186,7 @@ class F1(SumsByUpdate):
     array([1., 1.])
     """
 
+    @context.made_in_scope
     def __init__(
         self, average: str | None = None, threshold: float | None = None, name: str | None = None
     ) -> None:

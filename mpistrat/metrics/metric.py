@@ -16,9 +16,10 @@ import numpy.typing as npt
 from mpistrat import context, nests
 from mpistrat.arguments import as_array
 from mpistrat.arrays import Array, host_copy, host_view, is_on_host, namespace_of
+from mpistrat.collectives.collectives import Collectives
 from mpistrat.options import ReduceOp, VariableAggregation, VariableSynchronization
 from mpistrat.strategies import get_strategy
-from mpistrat.system.units import on_undo
+from mpistrat.system import units
 from mpistrat.trackable import Trackable
 from mpistrat.user_warnings import empty_parts
 from mpistrat.values import DistributedValues, local_component
@@ -28,7 +29,16 @@ _Result = TypeVar("_Result")
 Given: TypeAlias = npt.ArrayLike | DistributedValues[Any]
 
 
-class Metric(context.MadeInScope, Trackable, abc.ABC, Generic[_Result]):
+def _strategy_of(metric: Metric[Any]) -> Any:
+    """Return the strategy of a metric that has sums."""
+    return next(iter(metric._sums.values())).strategy
+
+
+def _ranks(metric: Metric[Any]) -> Collectives:
+    return context.collectives_of(_strategy_of(metric))
+
+
+class Metric(Trackable, abc.ABC, Generic[_Result]):
     """Base of metrics.
 
     **Collective** in a strategy's scope, because it makes variables.
@@ -69,7 +79,7 @@ class Metric(context.MadeInScope, Trackable, abc.ABC, Generic[_Result]):
         )
         self._attach_child(what, variable)
         self._sums[what] = variable
-        on_undo(lambda: self._sums.pop(what, None))
+        units.on_undo(lambda: self._sums.pop(what, None))
         return variable
 
     def _add(self, *numbers: Any) -> None:
@@ -121,26 +131,27 @@ class Metric(context.MadeInScope, Trackable, abc.ABC, Generic[_Result]):
             raise ValueError(
                 f"The metric {self.name!r} has no result before its first update_state."
             )
-        strategy = next(iter(self._sums.values())).strategy
+        strategy = _strategy_of(self)
         if strategy is None:
             sums = self._own_sums()
         else:
             context.mode_for(strategy, f"The metric {self.name!r}")
-            reduced = strategy.extended._collectives.as_unit(
-                "result",
-                lambda: strategy.extended._on_replicas(lambda: self._reduced_sums(strategy)),
-            )
-            sums = dict(zip(self._sums, reduced, strict=True))
+            sums = dict(zip(self._sums, self._reduced_sums(), strict=True))
         return self._compute({what: np.float64(host_copy(array)) for what, array in sums.items()})
 
     def _own_sums(self) -> dict[str, Array]:
         return {what: variable.values[0] for what, variable in self._sums.items()}
 
-    def _reduced_sums(self, strategy: Any) -> list[Array]:
+    @context.collective("result", of=_ranks)
+    def _reduced_sums(self) -> list[Array]:
         """Return the sums over all replicas. **Collective**."""
-        with strategy.extended._replicas.call(f"{type(self).__name__}.result", self.name) as call:
-            reduced: list[Array] = call.all_reduce(ReduceOp.SUM, [*self._own_sums().values()])
-            return reduced
+        extended = _strategy_of(self).extended
+
+        def reduced() -> list[Array]:
+            with extended._replicas.call(f"{type(self).__name__}.result", self.name) as call:
+                return list(call.all_reduce(ReduceOp.SUM, [*self._own_sums().values()]))
+
+        return list(extended._on_replicas(reduced))
 
     def reset_state(self) -> None:
         """Start again from zero.

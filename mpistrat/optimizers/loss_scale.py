@@ -16,7 +16,7 @@ from mpistrat.variables import Variable
 from mpistrat.variables.initial import InitialValue
 
 
-class LossScale(context.MadeInScope, Trackable):
+class LossScale(Trackable):
     """A factor for the loss that follows what the gradients can bear.
 
     The program multiplies its loss, and with it the gradients, by `value`; the optimizer that
@@ -57,6 +57,7 @@ class LossScale(context.MadeInScope, Trackable):
     1024.0
     """
 
+    @context.made_in_scope
     def __init__(
         self,
         initial_scale: float = 2.0**15,

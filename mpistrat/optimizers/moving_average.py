@@ -8,6 +8,7 @@ from typing import Any
 
 from mpistrat import context
 from mpistrat.arguments import as_finite, as_integer
+from mpistrat.context import Strategy
 from mpistrat.optimizers.gradients import check_owners, check_variables, listed, owner_among
 from mpistrat.optimizers.slots import Slots, zero_slot
 from mpistrat.strategies import get_strategy
@@ -18,7 +19,7 @@ from mpistrat.variables import SyncOnReadVariable, Variable
 _SLOT = "average"
 
 
-class ExponentialMovingAverage(context.MadeInScope, Trackable):
+class ExponentialMovingAverage(Trackable):
     """Averages of variables over the steps of training, as tf.train's of that name.
 
     `apply` sets each average to ``decay * average + (1 - decay) * variable``; the first one to the
@@ -104,22 +105,7 @@ class ExponentialMovingAverage(context.MadeInScope, Trackable):
             strategy = owner_among(given, get_strategy())
         kind = "ExponentialMovingAverage.apply"
         _refuse_remote(kind, variables)
-        strategy.extended._collectives.as_unit(
-            kind, lambda: self._apply(kind, strategy, variables), writes=True
-        )
-
-    def _apply(self, kind: str, strategy: Any, variables: Any) -> None:
-        with strategy.extended._collectives.call(kind) as call:
-            _check_variables(kind, variables)
-            check_owners(kind, strategy, variables)
-            decay = self._current_decay()
-            call.agree(
-                f"decay={decay}",
-                *((each.name, str(each.dtype), each.full_shape) for each in variables),
-            )
-        # Once per rank: its replicas share the averages, which would otherwise decay once per
-        # replica.
-        strategy.extended._once(functools.partial(self._follow, variables, decay))
+        _apply(strategy, kind, self, variables)
 
     def _follow(self, variables: Sequence[Variable], decay: float) -> None:
         """Move each average towards its variable. **Collective** where one is new."""
@@ -161,6 +147,23 @@ class ExponentialMovingAverage(context.MadeInScope, Trackable):
 
     def __repr__(self) -> str:
         return f"ExponentialMovingAverage(decay={self.decay}, num_updates={self.num_updates})"
+
+
+@context.collective("ExponentialMovingAverage.apply", writes=True, of=context.collectives_of)
+def _apply(
+    strategy: Strategy, kind: str, averages: ExponentialMovingAverage, variables: Any
+) -> None:
+    """Do `ExponentialMovingAverage.apply`, once the strategy is known."""
+    with context.collectives_of(strategy).call(kind) as call:
+        _check_variables(kind, variables)
+        check_owners(kind, strategy, variables)
+        decay = averages._current_decay()
+        call.agree(
+            f"decay={decay}",
+            *((each.name, str(each.dtype), each.full_shape) for each in variables),
+        )
+    # Once per rank: its replicas share the averages, which would otherwise decay once per replica.
+    strategy.extended._once(functools.partial(averages._follow, variables, decay))
 
 
 def _first_average(variable: Variable) -> Variable:

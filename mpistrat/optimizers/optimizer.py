@@ -62,7 +62,15 @@ _OTHER_NAMES = {
 """Attributes of PyTorch's optimizers: Python would create them, and nothing would change."""
 
 
-class Optimizer(context.MadeInScope, Hinted, Trackable, abc.ABC):
+@context.collective("apply_gradients", writes=True, of=context.collectives_of)
+def _apply_in_unit(
+    strategy: context.Strategy, optimizer: Optimizer, pairs: Any, skip_gradients_aggregation: bool
+) -> None:
+    """Call `Optimizer.apply_gradients` within a unit of the ranks of `strategy`."""
+    optimizer.apply_gradients(pairs, skip_gradients_aggregation)
+
+
+class Optimizer(Hinted, Trackable, abc.ABC):
     """Base of optimizers.
 
     **Collective** in a strategy's scope, because it makes the variable `iterations`.
@@ -114,6 +122,7 @@ class Optimizer(context.MadeInScope, Hinted, Trackable, abc.ABC):
 
     _argument_hints = OPTIMIZER_ARGUMENTS
 
+    @context.made_in_scope
     def __init__(
         self,
         learning_rate: float | Callable[[int], float],
@@ -244,10 +253,9 @@ class Optimizer(context.MadeInScope, Hinted, Trackable, abc.ABC):
         is_replica = is_ours and frame.replica_context is not None  # type: ignore[union-attr]
         summed = is_replica and not skip_gradients_aggregation
         extended = strategy.extended
-        if not is_replica and extended._collectives.needs_unit:
-            # Inside of run, the whole run is the unit already.
-            again = functools.partial(self.apply_gradients, pairs, skip_gradients_aggregation)
-            extended._as_unit("apply_gradients", again)
+        # Inside of run, the whole run is the unit already.
+        if not is_replica and context.collectives_of(strategy).needs_unit:
+            _apply_in_unit(strategy, self, pairs, skip_gradients_aggregation)
             return
         replicas = extended._replicas
         known: PreparedStep | None = None

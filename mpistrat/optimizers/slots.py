@@ -19,7 +19,7 @@ from mpistrat.optimizers.gradients import prepare_sum
 from mpistrat.optimizers.update import Rule, Target, UpdateAll, slot_dtype, sums_of_all
 from mpistrat.replicas.joint_reduction import JointReduction
 from mpistrat.strategies.one_replica import default_strategy
-from mpistrat.system.units import on_undo
+from mpistrat.system import units
 from mpistrat.variables import (
     MirroredVariable,
     Variable,
@@ -114,7 +114,7 @@ class Slots:
         entry.slots[name] = slot
         # Known targets may refer to the memory of a slot that this one replaces.
         entry.targets.clear()
-        on_undo(functools.partial(entry.forget, name))
+        units.on_undo(functools.partial(entry.forget, name))
 
 
 def check_can_shard_slots(what: str, strategy: Any) -> None:

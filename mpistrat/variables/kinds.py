@@ -45,7 +45,7 @@ class WrittenTogether(Variable):
             # an assign_add would count once per replica.
             self.strategy.extended._once(lambda: self._apply(write, merged))
         elif kind is context.Kind.CROSS_REPLICA:
-            self._ranks.as_unit(
+            self._in_unit(
                 f"Variable.{write.how}",
                 lambda: self._apply(write, self._agreed(write, value)),
                 writes=(self,),
@@ -149,7 +149,7 @@ class SyncOnReadVariable(Variable):
         """
         if self._kind() is not context.Kind.CROSS_REPLICA:
             return read_only(self._component)
-        value: Array = self._ranks.as_unit(_READ, lambda: self._on_replicas(self._value_of_all))
+        value: Array = self._in_unit(_READ, lambda: self._on_replicas(self._value_of_all))
         return value
 
     def _value_of_all(self) -> Array:
@@ -167,7 +167,7 @@ class SyncOnReadVariable(Variable):
         elif kind is context.Kind.UPDATE:
             self._on_replicas(lambda: self._write_component(write, value))
         else:
-            self._ranks.as_unit(
+            self._in_unit(
                 f"Variable.{write.how}",
                 lambda: self._on_replicas(lambda: self._write_of_all(write, value)),
                 writes=True,
@@ -309,12 +309,12 @@ class SyncOnReadVariable(Variable):
             for replica, storage in zip(ids, self._components, strict=True):
                 storage[...] = place(components[replica], device)
 
-        self._ranks.as_unit("restore", load, writes=True)
+        self._in_unit("restore", load, writes=True)
 
     def _load_value(self, array: np.ndarray) -> None:
         """Set the component of each replica here: value / N under SUM, else the value."""
         load = super()._load_value
-        self._ranks.as_unit("restore", lambda: self._on_replicas(lambda: load(array)), writes=True)
+        self._in_unit("restore", lambda: self._on_replicas(lambda: load(array)), writes=True)
 
     def _load_piece(self, start: int, piece: np.ndarray) -> None:
         load = super()._load_piece
@@ -324,11 +324,8 @@ class SyncOnReadVariable(Variable):
         return self._share(array)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncOnReadVariable:
-        if self._ranks.is_elastic:
-            raise NotImplementedError(
-                f"The SyncOnRead variable {self.name!r} of a strategy with elastic=True cannot be "
-                "copied. Make another one."
-            )
+        what = f"The SyncOnRead variable {self.name!r} of a strategy with elastic=True"
+        self._ranks.check_can_copy(what)
         twin = object.__new__(type(self))
         vars(twin).update(vars(self))
         memo[id(self)] = twin

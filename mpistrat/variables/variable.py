@@ -31,7 +31,7 @@ from mpistrat.options import VariableAggregation, VariableSynchronization
 from mpistrat.system.text import html_table, readable_size, small_values
 from mpistrat.values import DistributedValues, IndexedSlices, register_storage
 from mpistrat.variables.initial import InitialValue
-from mpistrat.variables.names import default_name, note_given_name
+from mpistrat.variables.names import names_of
 from mpistrat.variables.placement import Making, Whole, read_only
 from mpistrat.variables.slice_writes import (
     BATCH_SCATTER_UPDATE,
@@ -65,6 +65,11 @@ def _extended_in_scope() -> Any | None:
     if frame is None or not frame.strategy.extended._distributes_variables:
         return None
     return frame.strategy.extended
+
+
+@context.collective("Variable", of=context.ranks_in_scope)
+def _made_in_scope(make: Callable[[], Variable]) -> Variable:
+    return make()
 
 
 class Variable(NDArrayOperatorsMixin):
@@ -168,13 +173,9 @@ class Variable(NDArrayOperatorsMixin):
             self._make(initial, name, modes)
             return self
 
-        if frame is None:
-            return make()
-        made: Variable
-        if frame.kind is context.Kind.REPLICA:
-            made = frame.strategy.extended._make_together(make, name, modes.text)
-        else:
-            made = frame.collectives.as_unit("Variable", make)
+        if frame is None or frame.kind is not context.Kind.REPLICA:
+            return _made_in_scope(make)
+        made: Variable = frame.strategy.extended._make_together(make, name, modes.text)
         return made
 
     def __init__(
@@ -201,7 +202,8 @@ class Variable(NDArrayOperatorsMixin):
             self._synchronization = VariableSynchronization.ON_WRITE
         self._aggregation = modes.aggregation
         collectives = frame.collectives if frame else Collectives.solo(_HOST)
-        self._name = default_name(self._strategy) if name is None else name
+        names = names_of(self._strategy)
+        self._name = names.next_default() if name is None else name
         self._num_parts = initial.num_parts
         with collectives.call("Variable", self._name) as call:
             self._split_axis = initial.split_axis(self._name)
@@ -209,7 +211,7 @@ class Variable(NDArrayOperatorsMixin):
         # A counter is read by Python at each step, which would wait for the device.
         device = _HOST if initial.is_replicated else self._placement.device(collectives.device)
         storage = place(value, device)
-        note_given_name(self._strategy, self._name)
+        names.take(self._name)
         is_merged = extended is not None and not on_read and self._placement.is_here
         self._target = Target(
             self._name, shape, value.dtype, device, modes.aggregation, is_mirrored=is_merged
@@ -437,6 +439,12 @@ class Variable(NDArrayOperatorsMixin):
         """The collectives of all ranks."""
         ranks: Collectives = self.strategy.extended._collectives
         return ranks
+
+    def _in_unit(
+        self, what: str, function: Callable[[], Any], writes: bool | Sequence[Variable] = False
+    ) -> Any:
+        """Return what `function` returns: the public call `what`, also of an elastic job."""
+        return self._ranks.as_unit(what, function, writes)
 
     @property
     def _collectives_of_writes(self) -> Collectives:
