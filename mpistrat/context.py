@@ -22,6 +22,7 @@ from mpistrat.values import PerReplica, mirror, unwrap_mirrored
 
 if TYPE_CHECKING:
     from mpistrat.collectives.collectives import Collectives
+    from mpistrat.layout import Layout
 
 S = TypeVar("S")
 
@@ -68,6 +69,44 @@ def collectives_of(strategy: Strategy) -> Collectives:
     return collectives
 
 
+def replicas_of(strategy: Strategy) -> Collectives:
+    """Return how the replicas of `strategy` communicate, of which each may have several ranks."""
+    replicas: Collectives = strategy.extended._replicas
+    return replicas
+
+
+def shards_of(strategy: Strategy) -> Collectives:
+    """Return how the ranks of one replica of `strategy` communicate."""
+    shards: Collectives = strategy.extended._shards
+    return shards
+
+
+def replica_set_of(strategy: Strategy) -> Any:
+    """Return the `Replicas` of this rank of `strategy`, which a higher layer defines."""
+    return strategy.extended._replica_set
+
+
+def layout_of(strategy: Strategy) -> Layout:
+    """Return which replicas the ranks of `strategy` make up, and which one runs here."""
+    layout: Layout = strategy.extended._layout
+    return layout
+
+
+def is_default(strategy: Strategy) -> bool:
+    """Return whether `strategy` is that of a program outside every scope."""
+    return bool(strategy.extended._is_default)
+
+
+def is_remote(strategy: Strategy) -> bool:
+    """Return whether other ranks hold the variables of `strategy`, which are asked by messages."""
+    return bool(strategy.extended._is_remote)
+
+
+def distributes_variables(strategy: Strategy) -> bool:
+    """Return whether variables made in the scope of `strategy` belong to it."""
+    return bool(strategy.extended._distributes_variables)
+
+
 def current() -> Frame | None:
     """Return the innermost frame of this thread, ``None`` in the default context."""
     return _stack.frames[-1] if _stack.frames else _stack.base
@@ -112,9 +151,9 @@ def _is_of_several(strategy: Strategy) -> bool:
 def _is_open(strategy: Strategy) -> bool:
     return bool(
         _is_of_several(strategy)
-        and not strategy.extended._is_remote
-        and not strategy.extended._collectives.is_closed
-        and strategy.extended._collectives.channel.closed is None
+        and not is_remote(strategy)
+        and not collectives_of(strategy).is_closed
+        and collectives_of(strategy).channel.closed is None
     )
 
 
@@ -135,7 +174,7 @@ def strategy_of_world() -> Strategy:
     By it ranks compare what no strategy of the program owns.
     """
     # After a disagreement of the program's own strategies all ranks need a new one.
-    if _of_world and _of_world[0].extended._collectives.channel.closed is not None:
+    if _of_world and collectives_of(_of_world[0]).channel.closed is not None:
         _of_world.clear()
     if not _of_world:
         _of_world.append(_makers[0]())
@@ -373,7 +412,7 @@ def require_cross_replica(strategy: Strategy, what: str) -> None:
     if frame is None:
         return
     if frame.strategy is not strategy:
-        if frame.strategy.extended._is_default:
+        if is_default(frame.strategy):
             return
         raise ContextError(
             f"{what} of {strategy!r} was called in the {frame.kind.value} of "
@@ -401,7 +440,7 @@ def call_in_update_context(
     """Call ``fn(*first, *args, **kwargs)`` in the update context of `strategy`."""
     # `what` names the call in messages. `first` is passed as it is; `Mirrored` values in `args` and
     # `kwargs` become this rank's component.
-    channel = strategy.extended._collectives.channel
+    channel = collectives_of(strategy).channel
     channel.ledger.updates += 1
     try:
         result = result_in_update_context(strategy, what, fn, first, args, dict(kwargs or {}))
@@ -410,7 +449,7 @@ def call_in_update_context(
         raise
     if not group:
         return (result,)
-    return mirror(result) if strategy.extended._distributes_variables else result
+    return mirror(result) if distributes_variables(strategy) else result
 
 
 def result_in_update_context(

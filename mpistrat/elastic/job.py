@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mpistrat import context
 from mpistrat.elastic.state import ElasticState
 from mpistrat.errors import CollectiveError, LaunchError
 from mpistrat.failures.losses import outlive_losses
@@ -116,7 +117,7 @@ class ElasticJob:
     def forget(self, ranks: Any) -> None:
         """Do not connect the strategy of these `ranks` again, which was closed."""
         self._strategies = [
-            each for each in self._strategies if each.extended._replica_set.ranks is not ranks
+            each for each in self._strategies if context.replica_set_of(each).ranks is not ranks
         ]
 
     def run(
@@ -190,7 +191,7 @@ class ElasticJob:
 
     @property
     def _ranks(self) -> Any:
-        return self._strategies[0].extended._replica_set.ranks
+        return context.replica_set_of(self._strategies[0]).ranks
 
     def is_loss(self, error: BaseException) -> bool:
         """Return whether `error` comes of a lost rank, of which another rank may know. Local."""
@@ -201,7 +202,7 @@ class ElasticJob:
             # Then any error of the program may be the consequence.
             return bool(failed_ranks(self._comm)) or is_revoked(self._comm)
         # The monitors may know before MPI does.
-        channels = [each.extended._replica_set.ranks.channel for each in self._strategies]
+        channels = [context.replica_set_of(each).ranks.channel for each in self._strategies]
         if any(each.departures.lost() for each in channels):
             return True
         return bool(failed_ranks_soon(self._comm)) or is_revoked(self._comm)
@@ -253,7 +254,7 @@ class ElasticJob:
         """Have all ranks leave what they wait for."""
         revoke(self._comm)
         for strategy in self._strategies:
-            strategy.extended._replica_set.ranks.channel.transport.revoke()
+            context.replica_set_of(strategy).ranks.channel.transport.revoke()
 
     def _without_lost(self) -> Any:
         """Return a communicator of the ranks that are left. **Collective**."""

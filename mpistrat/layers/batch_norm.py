@@ -130,7 +130,7 @@ class BatchNorm(Trackable):
     ) -> None:
         super().__init__()
         self.name = "batch_norm" if name is None else name
-        with get_strategy().extended._collectives.call("BatchNorm", self.name) as call:
+        with context.collectives_of(get_strategy()).call("BatchNorm", self.name) as call:
             _check_parameters(num_features, momentum, epsilon, dtype)
             self.num_features = int(num_features)
             self.axis = as_integer("BatchNorm: axis", axis)
@@ -222,14 +222,14 @@ class BatchNorm(Trackable):
     @context.collective("BatchNorm.forward", of=_ranks)
     def _reduced_averages(self, x: Any) -> tuple[Array, list[Array]]:
         """Return the checked `x` and the averages of all replicas. **Collective**."""
-        extended = self.gamma.strategy.extended
+        strategy = self.gamma.strategy
 
         def reduced() -> tuple[Array, list[Array]]:
-            with extended._replicas.call("BatchNorm.forward", self.name) as call:
+            with context.replicas_of(strategy).call("BatchNorm.forward", self.name) as call:
                 own = [each.values[0] for each in (self.moving_mean, self.moving_variance)]
                 return self._checked("forward", x), call.all_reduce(ReduceOp.MEAN, own)
 
-        found: tuple[Array, list[Array]] = extended._on_replicas(reduced)
+        found: tuple[Array, list[Array]] = context.replica_set_of(strategy).each(reduced)[0]
         return found
 
     def backward(
@@ -309,8 +309,7 @@ class BatchNorm(Trackable):
                 f"needs the replica context of {owner!r}. Call it inside a function given to "
                 "strategy.run; only training=False works elsewhere."
             )
-        collectives: Collectives = replica.strategy.extended._replicas
-        return collectives
+        return context.replicas_of(replica.strategy)
 
     def __repr__(self) -> str:
         kind = "synchronized" if self.synchronized else "per replica"

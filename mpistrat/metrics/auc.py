@@ -70,7 +70,7 @@ class AUC(Metric[np.float64]):
         thresholds: Sequence[float] | None = None,
         from_logits: bool = False,
     ) -> None:
-        with get_strategy().extended._collectives.call("AUC", name) as call:
+        with context.collectives_of(get_strategy()).call("AUC", name) as call:
             self.curve = _one_of("AUC: curve", curve, ("ROC", "PR"))
             methods = ("interpolation", "minoring", "majoring")
             self.summation_method = _one_of("AUC: summation_method", summation_method, methods)

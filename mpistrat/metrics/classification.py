@@ -38,7 +38,7 @@ class _BinaryCounts(Metric[Any]):
         name: str | None = None,
     ) -> None:
         kind = type(self).__name__
-        with get_strategy().extended._collectives.call(kind, name) as call:
+        with context.collectives_of(get_strategy()).call(kind, name) as call:
             self.thresholds = _thresholds(kind, thresholds)
             self.top_k = None if top_k is None else as_integer(f"{kind}: top_k", top_k, 1)
             self.class_id = None if class_id is None else as_integer(f"{kind}: class_id", class_id)
@@ -190,7 +190,7 @@ class F1(SumsByUpdate):
     def __init__(
         self, average: str | None = None, threshold: float | None = None, name: str | None = None
     ) -> None:
-        with get_strategy().extended._collectives.call("F1", name) as call:
+        with context.collectives_of(get_strategy()).call("F1", name) as call:
             if average not in _AVERAGES:
                 raise ValueError(f"F1: average must be one of {_AVERAGES}, not {average!r}.")
             self.average = average

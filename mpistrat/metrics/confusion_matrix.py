@@ -31,7 +31,7 @@ class _PairCounts(Metric[_Result]):
     @context.made_in_scope
     def __init__(self, num_classes: int, name: str | None = None) -> None:
         kind = type(self).__name__
-        with get_strategy().extended._collectives.call(kind, name) as call:
+        with context.collectives_of(get_strategy()).call(kind, name) as call:
             self.num_classes = as_integer(f"{kind}: num_classes", num_classes, 1)
             call.agree(f"num_classes={num_classes}")
         super().__init__(name)
@@ -158,7 +158,7 @@ class MeanIoU(_PairCounts[np.float64]):
         sparse_y_pred: bool = True,
         axis: int = -1,
     ) -> None:
-        with get_strategy().extended._collectives.call("MeanIoU", name) as call:
+        with context.collectives_of(get_strategy()).call("MeanIoU", name) as call:
             self.ignore_class = (
                 None if ignore_class is None else as_integer("MeanIoU: ignore_class", ignore_class)
             )

@@ -62,7 +62,7 @@ class Metric(Trackable, abc.ABC, Generic[_Result]):
         super().__init__()
         self.name = type(self).__name__.lower() if name is None else name
         self._sums: dict[str, Variable] = {}
-        self._is_plain = not get_strategy().extended._distributes_variables
+        self._is_plain = not context.distributes_variables(get_strategy())
         """Whether it was created outside every scope, and is about one process."""
 
     def _check_scope(self) -> None:
@@ -92,7 +92,7 @@ class Metric(Trackable, abc.ABC, Generic[_Result]):
         if here is not None and empty_parts.of_replicas:
             sums = zip(self._sums, numbers, strict=True)
             named = ((f"{what} of the metric {self.name!r}", number) for what, number in sums)
-            empty_parts.warn_of_nan(here.extended._layout.replica_id, named)
+            empty_parts.warn_of_nan(context.layout_of(here).replica_id, named)
         for variable, number in zip(self._sums.values(), numbers, strict=True):
             if variable.strategy is here and variable._placement.is_here:
                 # What assign_add comes to, many times in a step.
@@ -145,13 +145,13 @@ class Metric(Trackable, abc.ABC, Generic[_Result]):
     @context.collective("result", of=_ranks)
     def _reduced_sums(self) -> list[Array]:
         """Return the sums over all replicas. **Collective**."""
-        extended = _strategy_of(self).extended
+        strategy, kind = _strategy_of(self), f"{type(self).__name__}.result"
 
         def reduced() -> list[Array]:
-            with extended._replicas.call(f"{type(self).__name__}.result", self.name) as call:
+            with context.replicas_of(strategy).call(kind, self.name) as call:
                 return list(call.all_reduce(ReduceOp.SUM, [*self._own_sums().values()]))
 
-        return list(extended._on_replicas(reduced))
+        return list(context.replica_set_of(strategy).each(reduced)[0])
 
     def reset_state(self) -> None:
         """Start again from zero.
@@ -189,10 +189,10 @@ class SumsByUpdate(Metric[Any]):
                 )
         else:
             context.mode_for(self._strategy, f"The metric {self.name!r}")
-            with self._strategy.extended._collectives.call(kind, self.name) as call:
+            with context.collectives_of(self._strategy).call(kind, self.name) as call:
                 sums = compute()
                 call.agree(str(_shapes(sums)))
-            self._strategy.extended._once(lambda: self._make_sums(_shapes(sums)))
+            context.replica_set_of(self._strategy).once(lambda: self._make_sums(_shapes(sums)))
         self._add(*sums.values())
 
     def _make_sums(self, shapes: Mapping[str, tuple[int, ...]]) -> None:

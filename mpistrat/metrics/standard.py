@@ -208,7 +208,7 @@ class TopKAccuracy(RunningMean):
 
     @context.made_in_scope
     def __init__(self, k: int = 5, name: str | None = None) -> None:
-        with get_strategy().extended._collectives.call("TopKAccuracy", name) as call:
+        with context.collectives_of(get_strategy()).call("TopKAccuracy", name) as call:
             self.k = as_integer("TopKAccuracy: k", k, 1)
             call.agree(f"k={self.k}")
         super().__init__(name)

@@ -148,7 +148,7 @@ class GradientAccumulator(Trackable):
         super().__init__()
         given = listed(variables)
         owner = _owner_of(given)
-        if owner.extended._is_remote:
+        if context.is_remote(owner):
             raise NotImplementedError(
                 f"{type(self).__name__} is for replicas, but under ParameterServerStrategy each "
                 "closure has its own gradients. Add those of its batches up as arrays, and pass "
@@ -170,12 +170,12 @@ class GradientAccumulator(Trackable):
     @property
     def _counts(self) -> _Counts:
         """Those of the replica that runs."""
-        extended, here = self._owner.extended, self._counts_here
+        owner, here = self._owner, self._counts_here
         # A rank that has got the replicas of a lost one: the counts of all were equal then.
-        num_replicas = len(extended.local_replica_ids)
+        num_replicas = len(owner.extended.local_replica_ids)
         if len(here) != num_replicas:
             here[:] = [copy.deepcopy(here[0]) for _ in range(num_replicas)]
-        counts: _Counts = extended._own_of(here)
+        counts: _Counts = context.replica_set_of(owner).own(here)
         return counts
 
     @property
@@ -229,8 +229,8 @@ class GradientAccumulator(Trackable):
         check_scope(f"The {type(self).__name__}", self._sums[0])
         owner = self._owner
         where = context.mode_for(owner, f"The {type(self).__name__}")
-        if where is context.Kind.CROSS_REPLICA and not owner.extended._is_default:
-            with owner.extended._collectives.call(kind):
+        if where is context.Kind.CROSS_REPLICA and not context.is_default(owner):
+            with context.collectives_of(owner).call(kind):
                 raise ValueError(
                     f"{kind} takes the gradients of one replica, but this is the cross-replica "
                     "context. Call it inside strategy.run."
@@ -282,12 +282,14 @@ class GradientAccumulator(Trackable):
 
     def _reduced(self, method: str, check: Callable[[str], None]) -> Any:
         """Return the reduced sums for `method`, once `check` has accepted its arguments."""
-        return self._owner.extended._on_replicas(lambda: self._reduced_here(method, check))
+        return context.replica_set_of(self._owner).each(lambda: self._reduced_here(method, check))[
+            0
+        ]
 
     def _reduced_here(self, method: str, check: Callable[[str], None]) -> list[tuple[Any, Any]]:
         kind = f"{type(self).__name__}.{method}"
         context.mode_for(self._owner, f"The {type(self).__name__}")
-        with self._owner.extended._replicas.call(kind) as call:
+        with context.replicas_of(self._owner).call(kind) as call:
             check(kind)
             counts = self._counts.num_gradients
             if not any(counts):
@@ -360,7 +362,7 @@ class GradientAccumulator(Trackable):
 
         Every rank does so, as `apply` on all of them will check.
         """
-        self._owner.extended._on_replicas(self._reset_here)
+        context.replica_set_of(self._owner).each(self._reset_here)
 
     def _reset_here(self) -> None:
         for total in self._sums:
@@ -382,7 +384,7 @@ class GradientAccumulator(Trackable):
 def _owner_of(variables: Any) -> Any:
     """Return the strategy in scope, outside every scope that of the first variable with one."""
     strategy = get_strategy()
-    if not strategy.extended._is_default or not isinstance(variables, list):
+    if not context.is_default(strategy) or not isinstance(variables, list):
         return strategy
     return owner_among((each for each in variables if isinstance(each, Variable)), strategy)
 

@@ -131,7 +131,7 @@ class AgreedStep:
                 parts = [each for each in updates if each.placement.ranges is not None]
                 if parts:
                     # Only now: it sends the weights that the lines above have updated.
-                    share_parts(self.strategy.extended._collectives, kind, rule, step, parts)
+                    share_parts(context.collectives_of(self.strategy), kind, rule, step, parts)
                 elif known is None:
                     iterations._settle()
             if optimizer.loss_scale is not None:
@@ -146,16 +146,18 @@ class AgreedStep:
 
     def _sum_over_shards(self, variables: Sequence[Variable]) -> Callable[[list[float]], float]:
         """Return what adds up numbers for `variables` over the ranks of a replica."""
-        extended = self.strategy.extended
-        if extended._layout.ranks_per_replica == 1:
+        layout = context.layout_of(self.strategy)
+        if layout.ranks_per_replica == 1:
             return sum
 
         def total(numbers: list[float]) -> float:
             # What all ranks of the replica have alike counts once.
             pairs = zip(numbers, variables, strict=True)
-            is_first = extended._layout.shard == 0
+            is_first = layout.shard == 0
             own = sum(each for each, var in pairs if is_first or var.split_axis is not None)
-            with extended._shards.call(f"{type(self.optimizer).__name__}: norm") as call:
+            with context.shards_of(self.strategy).call(
+                f"{type(self.optimizer).__name__}: norm"
+            ) as call:
                 (reduced,) = call.all_reduce(ReduceOp.SUM, [np.float64(own)])
             return float(reduced)
 
@@ -217,5 +219,5 @@ def take_together(optimizer: Any, known: PreparedStep, gradients: list[Any]) -> 
 
     results = known.joint.all_reduce_for(take, gradients, (rate, RATE))
     if results:  # of replicas some of which did not come this way
-        known.strategy.extended._once(functools.partial(take, results))
+        context.replica_set_of(known.strategy).once(functools.partial(take, results))
     return results is not None

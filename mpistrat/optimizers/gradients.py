@@ -113,7 +113,7 @@ def warn_of_nan(gradients: Iterable[Any], variables: Iterable[Variable]) -> None
     if frame is not None:
         named = zip(variables, gradients, strict=True)
         arrays = ((v.name, g.values if isinstance(g, IndexedSlices) else g) for v, g in named)
-        replica = frame.strategy.extended._layout.replica_id
+        replica = context.layout_of(frame.strategy).replica_id
         empty_parts.warn_of_nan(replica, ((f"the gradient of {n!r}", g) for n, g in arrays))
 
 

@@ -70,7 +70,7 @@ class LossScale(Trackable):
         self.growth_interval = growth_interval
         self.growth_factor = growth_factor
         self.backoff_factor = backoff_factor
-        with get_strategy().extended._collectives.call("LossScale") as call:
+        with context.collectives_of(get_strategy()).call("LossScale") as call:
             self._check_parameters()
             call.agree(repr(self))
         self._is_read = True

@@ -100,7 +100,7 @@ class ExponentialMovingAverage(Trackable):
         variables = listed(var_list)
         frame = context.current()
         strategy = default_strategy() if frame is None else frame.strategy
-        if strategy.extended._is_default and isinstance(variables, list):
+        if context.is_default(strategy) and isinstance(variables, list):
             given = (each for each in variables if isinstance(each, Variable))
             strategy = owner_among(given, get_strategy())
         kind = "ExponentialMovingAverage.apply"
@@ -163,7 +163,7 @@ def _apply(
             *((each.name, str(each.dtype), each.full_shape) for each in variables),
         )
     # Once per rank: its replicas share the averages, which would otherwise decay once per replica.
-    strategy.extended._once(functools.partial(averages._follow, variables, decay))
+    context.replica_set_of(strategy).once(functools.partial(averages._follow, variables, decay))
 
 
 def _first_average(variable: Variable) -> Variable:

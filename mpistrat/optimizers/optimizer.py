@@ -145,7 +145,7 @@ class Optimizer(Hinted, Trackable, abc.ABC):
         vars(self).update(parameters)
         self._constant_parameters = [each for each in parameters if each != "learning_rate"]
         self._parameters_of = operator.attrgetter("learning_rate", *self._constant_parameters)
-        with get_strategy().extended._collectives.call(type(self).__name__) as call:
+        with context.collectives_of(get_strategy()).call(type(self).__name__) as call:
             self._check_parameters()
             call.agree(*self._format_parameters(parameters))
         self.iterations = Variable(
@@ -243,9 +243,9 @@ class Optimizer(Hinted, Trackable, abc.ABC):
         is_list = type(grads_and_vars) in (zip, list)  # as usual: `listed` looks closer
         # A list, because a unit of an elastic job may read the pairs a second time.
         pairs = list(grads_and_vars) if is_list else listed(grads_and_vars)
-        if strategy.extended._is_default:
+        if context.is_default(strategy):
             strategy = owner_among((*variables_in(pairs), self.iterations), strategy)
-        if strategy.extended._is_remote:
+        if context.is_remote(strategy):
             extended: Any = strategy.extended
             extended._apply_gradients(self, strategy, pairs)
             return
@@ -257,7 +257,7 @@ class Optimizer(Hinted, Trackable, abc.ABC):
         if not is_replica and context.collectives_of(strategy).needs_unit:
             _apply_in_unit(strategy, self, pairs, skip_gradients_aggregation)
             return
-        replicas = extended._replicas
+        replicas = context.replicas_of(strategy)
         known: PreparedStep | None = None
         gradients: list[Any] = []
         if summed:
@@ -271,7 +271,7 @@ class Optimizer(Hinted, Trackable, abc.ABC):
             step = self._agreed_step(call, strategy, pairs, summed, known, gradients)
         # After the call has ended, because a step may make collectives: new slots, norms, weights
         # of other ranks. Once, because the replicas of a rank share the variables.
-        extended._once(step)
+        context.replica_set_of(strategy).once(step)
 
     def _agreed_step(
         self,

@@ -119,7 +119,7 @@ class Slots:
 
 def check_can_shard_slots(what: str, strategy: Any) -> None:
     """Refuse to divide slots over ranks that are replicas together."""
-    num_ranks = strategy.extended._layout.ranks_per_replica
+    num_ranks = context.layout_of(strategy).ranks_per_replica
     if num_ranks > 1:
         raise NotImplementedError(
             f"{what}: sharded_slots divides slots over replicas of one rank, but a replica of "

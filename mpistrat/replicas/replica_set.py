@@ -116,7 +116,7 @@ class OneReplica:
         """Call `merge_fn`: see `ReplicaContext.merge_call`."""
         channel = self.ranks.channel
         channel.ledger.merge_calls += 1
-        if strategy.extended._distributes_variables:
+        if context.distributes_variables(strategy):
             args = [per_replica(each) for each in args]
             kwargs = {name: per_replica(each) for name, each in kwargs.items()}
         return localize(_call_merged(channel, strategy, merge_fn, args, kwargs))

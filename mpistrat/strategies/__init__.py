@@ -60,7 +60,7 @@ def has_strategy() -> bool:
     >>> ms.has_strategy()
     False
     """
-    return not get_strategy().extended._is_default
+    return not context.is_default(get_strategy())
 
 
 def in_cross_replica_context() -> bool:
@@ -115,7 +115,7 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
     """
     if strategy is not None and not isinstance(strategy, Strategy):
         raise TypeError(f"experimental_set_strategy takes a strategy or None, not {strategy!r}.")
-    if strategy is None or strategy.extended._is_default:
+    if strategy is None or context.is_default(strategy):
         context.set_base(None)
     else:
         context.set_base(context.Frame(context.Kind.CROSS_REPLICA, strategy))

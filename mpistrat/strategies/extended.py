@@ -115,8 +115,6 @@ class StrategyExtended(ExtendedV1):
         else:
             self._replica_set = OneReplica(collectives, self._show)
             self._replicas = groups.replicas
-        # On the path of every step.
-        self._once, self._own_of = self._replica_set.once, self._replica_set.own
 
     def _take_over(self, other: StrategyExtended) -> None:
         """Have the ranks of `other`: those that an elastic job has left."""
@@ -161,7 +159,7 @@ class StrategyExtended(ExtendedV1):
     def _require_scope(self, what: str) -> None:
         """Make sure that `what` is called within `Strategy.scope` or `Strategy.run`."""
         frame = context.current()
-        if frame is None or frame.strategy.extended._is_default:
+        if frame is None or context.is_default(frame.strategy):
             raise ContextError(
                 f"{what} needs the scope of {self._container!r}, but it was called outside of it. "
                 f'Call it inside "with strategy.scope():".'
@@ -557,10 +555,6 @@ class StrategyExtended(ExtendedV1):
     def local_replica_ids(self) -> range:
         """The numbers of the replicas of this rank. Local."""
         return self._layout.local_replicas
-
-    def _on_replicas(self, function: Callable[[], Any]) -> Any:
-        """Return what `function` returns, called as each replica of this rank; of the first."""
-        return self._replica_set.each(function)[0]
 
     def _make_together(self, make: Callable[[], Any], name: str | None, modes: str) -> Any:
         """Return the variable called `name` that the replicas of this rank make."""

@@ -306,7 +306,7 @@ class MPIStrategy(Strategy):
     def __repr__(self) -> str:
         num_nodes = len(self._cluster_resolver.hosts)
         nodes = "1 node" if num_nodes == 1 else f"{num_nodes} nodes"
-        layout = self.extended._layout
+        layout = context.layout_of(self)
         part = f", {layout.part}," if layout.part else ""
         return (
             f"<{type(self).__name__} rank {self.rank} of {self.size}{part} on "

@@ -81,7 +81,7 @@ class Strategy(Hinted):
     @property
     def num_replicas_in_sync(self) -> int:
         """Number of replicas whose gradients are reduced together. Local."""
-        return self._extended._layout.num_replicas
+        return context.layout_of(self).num_replicas
 
     def close(self) -> None:
         """Free communicators, descriptors, threads and shared memory that no other strategy uses.
@@ -523,17 +523,18 @@ class Strategy(Hinted):
         parts = self._as_replicas(
             "scatter", value, lambda group, own: group.scatter(own, root, options)
         )
-        return self._extended._replica_set.joined(parts)
+        return context.replica_set_of(self).joined(parts)
 
     def _as_replicas(
         self, kind: str, value: Any, collective: Callable[[_Replicas, Any], Any]
     ) -> list[Any]:
         """Return the result of each replica of this rank. **Collective**."""
         context.require_cross_replica(self, kind)
-        group = _Replicas(self._extended)
-        return self._extended._replica_set.with_components(
+        group = _Replicas(self)
+        results: list[Any] = context.replica_set_of(self).with_components(
             kind, value, lambda own: collective(group, localize(own))
         )
+        return results
 
     # Names that steer graphs and sessions.
 
@@ -589,7 +590,7 @@ class Strategy(Hinted):
         >>> strategy.experimental_split_to_logical_devices(np.ones((2, 3)), [1, 1]).shape
         (2, 3)
         """
-        kind, layout = "experimental_split_to_logical_devices", self._extended._layout
+        kind, layout = "experimental_split_to_logical_devices", context.layout_of(self)
         value = localize(tensor)
         array = value if is_tensor(value) else as_array(kind, value)
         shape = tuple(array.shape)
@@ -627,7 +628,7 @@ class Strategy(Hinted):
             If no rank of a replica has the number `logical_device_id`.
         """
         what = "experimental_assign_to_logical_device: logical_device_id"
-        as_integer(what, logical_device_id, 0, self._extended._layout.ranks_per_replica - 1)
+        as_integer(what, logical_device_id, 0, context.layout_of(self).ranks_per_replica - 1)
         return tensor
 
     def experimental_replicate_to_logical_devices(self, tensor: T) -> T:
@@ -730,14 +731,14 @@ class Strategy(Hinted):
     @property
     def _layout(self) -> Layout:
         """Where this rank is among all, whichever of its replicas runs."""
-        return self._extended._layout
+        return context.layout_of(self)
 
 
 class _Replicas(GroupCollectives):
     """The collectives of the replicas of a strategy, outside of `Strategy.run`."""
 
-    def __init__(self, extended: StrategyExtended) -> None:
-        self._extended = extended
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
 
     def _group(self) -> Collectives:
-        return self._extended._replicas
+        return context.replicas_of(self._strategy)

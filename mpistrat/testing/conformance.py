@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from mpistrat import context
 from mpistrat.data import Dataset
 from mpistrat.errors import ContextError
 from mpistrat.metrics import Mean
@@ -50,7 +51,7 @@ def assert_all_ranks(strategy: Strategy, condition: Any, message: str = "") -> N
     --------
     >>> ms.testing.assert_all_ranks(strategy, strategy.size > 0, "there are ranks")
     """
-    answers = strategy.extended._collectives.gather_json(bool(condition), "assert_all_ranks")
+    answers = context.collectives_of(strategy).gather_json(bool(condition), "assert_all_ranks")
     wrong = [rank for rank, answer in enumerate(answers) if not answer]
     if wrong:
         text = f"false on {rank_list(wrong)} of {len(answers)}"

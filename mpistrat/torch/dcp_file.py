@@ -13,6 +13,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflat
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
+from mpistrat import context
 from mpistrat.checkpoint.format import Header, check_path
 from mpistrat.checkpoint.json_marks import load_json
 from mpistrat.checkpoint.object_graph import check_disjoint
@@ -86,7 +87,7 @@ def _header(step: int, num_ranks: int) -> Header:
     strategy = world_strategy()
     library = "none"
     if strategy is not None:
-        library = strategy.extended._collectives.channel.transport.library
+        library = context.collectives_of(strategy).channel.transport.library
     return Header(
         step=step,
         num_replicas=num_ranks,

@@ -24,7 +24,7 @@ def warn_of_nan(variable: Variable, write: Write, checked: Any) -> None:
     """Warn if the replica that runs writes a NaN because its part of a batch is empty."""
     if empty_parts.of_replicas:
         named = [(f"{write.how} of {variable.name!r}", each) for each in write.arrays(checked)]
-        empty_parts.warn_of_nan(variable.strategy.extended._layout.replica_id, named)
+        empty_parts.warn_of_nan(context.layout_of(variable.strategy).replica_id, named)
 
 
 class WrittenTogether(Variable):
@@ -43,7 +43,7 @@ class WrittenTogether(Variable):
             merged = self._merged(write, value)
             # The replicas of a rank share the storage, so one of them writes for all. If each did,
             # an assign_add would count once per replica.
-            self.strategy.extended._once(lambda: self._apply(write, merged))
+            context.replica_set_of(self.strategy).once(lambda: self._apply(write, merged))
         elif kind is context.Kind.CROSS_REPLICA:
             self._in_unit(
                 f"Variable.{write.how}",
@@ -78,7 +78,7 @@ class WrittenTogether(Variable):
         return own
 
     def _merged(self, write: Write, value: Any) -> Any:
-        with self.strategy.extended._replicas.call(f"Variable.{write.how}", self.name) as call:
+        with context.replicas_of(self.strategy).call(f"Variable.{write.how}", self.name) as call:
             # Raised inside of the call, so that it is the error of all ranks, and none waits for
             # another.
             if self.aggregation is VariableAggregation.NONE:
@@ -129,13 +129,15 @@ class SyncOnReadVariable(Variable):
         """The component of the replica that runs; outside of all, that of the first one here."""
         if len(self._components) == 1:
             return self._storage
-        own: Array = self.strategy.extended._own_of(self._components)
+        own: Array = context.replica_set_of(self.strategy).own(self._components)
         return own
 
     @property
     def values(self) -> tuple[Array, ...]:
         """The components on this rank, in order of the replicas. Local."""
-        return tuple(map(read_only, self.strategy.extended._replica_set.running(self._components)))
+        return tuple(
+            map(read_only, context.replica_set_of(self.strategy).running(self._components))
+        )
 
     def value(self) -> Array:
         """Return the local component, or the aggregated value in cross-replica context.
@@ -203,7 +205,7 @@ class SyncOnReadVariable(Variable):
         write.apply(self._component, share)
 
     def _on_replicas(self, function: Callable[[], Any]) -> Any:
-        return self.strategy.extended._on_replicas(function)
+        return context.replica_set_of(self.strategy).each(function)[0]
 
     def _check_is_dense(self, write: Write) -> None:
         if not isinstance(write, DenseWrite):
@@ -244,8 +246,7 @@ class SyncOnReadVariable(Variable):
 
     @property
     def _replicas(self) -> Collectives:
-        replicas: Collectives = self.strategy.extended._replicas
-        return replicas
+        return context.replicas_of(self.strategy)
 
     def _component_to_save(self) -> Array | None:
         """Return the aggregate on the first replica, ``None`` elsewhere. **Collective**."""

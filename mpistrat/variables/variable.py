@@ -62,7 +62,7 @@ _HOST = Device("cpu")
 def _extended_in_scope() -> Any | None:
     """Return the extended interface of the strategy whose variables are made here, if any."""
     frame = context.current()
-    if frame is None or not frame.strategy.extended._distributes_variables:
+    if frame is None or not context.distributes_variables(frame.strategy):
         return None
     return frame.strategy.extended
 
@@ -229,8 +229,7 @@ class Variable(NDArrayOperatorsMixin):
         self, call: CollectiveCall, initial: InitialValue
     ) -> tuple[np.ndarray, tuple[int, ...]]:
         """Return the local component at the start, and the shape of values. **Collective**."""
-        extended = None if self._strategy is None else self._strategy.extended
-        making = Making(self._name, extended, self._split_axis, self._checked_modes)
+        making = Making(self._name, self._strategy, self._split_axis, self._checked_modes)
         self._placement, value, shape = (initial.placement or Whole).make(call, initial, making)
         return value, shape
 
@@ -437,8 +436,7 @@ class Variable(NDArrayOperatorsMixin):
     @property
     def _ranks(self) -> Collectives:
         """The collectives of all ranks."""
-        ranks: Collectives = self.strategy.extended._collectives
-        return ranks
+        return context.collectives_of(self.strategy)
 
     def _in_unit(
         self, what: str, function: Callable[[], Any], writes: bool | Sequence[Variable] = False
@@ -450,10 +448,7 @@ class Variable(NDArrayOperatorsMixin):
     def _collectives_of_writes(self) -> Collectives:
         """Those of the ranks that give the same value in cross-replica context."""
         # Each rank of a replica has values of its own for its part of a split variable.
-        extended = self.strategy.extended
-        ranks: Collectives
-        ranks = extended._collectives if self._split_axis is None else extended._replicas
-        return ranks
+        return self._ranks if self._split_axis is None else context.replicas_of(self.strategy)
 
     def _zeros(self, name: str, dtype: np.dtype) -> Variable:
         """Return a new variable of zeros that lies as this one does. **Collective** where it is."""
