@@ -30,7 +30,7 @@ from mpistrat.system.text import text_of
 from mpistrat.values import localize
 
 if TYPE_CHECKING:
-    from mpistrat.parameter_server.server_extended import ServerExtended
+    from mpistrat.parameter_server.server_job import ServerJob
 
 _DONE, _FAILED = 0, 1
 """The kinds of an outcome."""
@@ -115,13 +115,13 @@ class Outcome(NamedTuple):
 
 
 def pack_arguments(
-    extended: ServerExtended, name: FunctionName, args: Sequence[Any], kwargs: Mapping[str, Any]
+    job: ServerJob, name: FunctionName, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[bytes, list[np.ndarray]]:
     """Return function and arguments as they travel, a copy of all."""
     if not args and not kwargs:
         return join_body(name), []
     try:
-        data, buffers = split_object((tuple(args), dict(kwargs)), _substitutes(extended))
+        data, buffers = split_object((tuple(args), dict(kwargs)), _substitutes(job))
     except (ValueError, TypeError) as error:
         _add_note(error, f"In an argument of {name.path}, which travels as pickle.")
         raise
@@ -133,12 +133,12 @@ def pack_arguments(
     return join_body(name, data), buffers
 
 
-def _substitutes(extended: ServerExtended) -> Callable[[Any], Any | None]:
+def _substitutes(job: ServerJob) -> Callable[[Any], Any | None]:
     """Return what gives a token for what every rank has by a number."""
 
     def token(thing: Any) -> Any | None:
-        if isinstance(thing, RemoteVariable) and thing.strategy is extended._container:
-            number = next((i for i, v in enumerate(extended._variables) if v is thing), None)
+        if isinstance(thing, RemoteVariable) and thing.strategy is job.strategy:
+            number = next((i for i, v in enumerate(job.variables) if v is thing), None)
             if number is None:
                 raise TypeError(
                     f"The slot {thing.name!r} cannot travel. Pass the variable and the optimizer."
@@ -146,9 +146,9 @@ def _substitutes(extended: ServerExtended) -> Callable[[Any], Any | None]:
             return "variable", number
         if isinstance(thing, Travels):
             return thing._token()
-        if thing is extended._container:
+        if thing is job.strategy:
             return ("strategy",)
-        for number, each in enumerate(extended._optimizers):
+        for number, each in enumerate(job.optimizers):
             if each is thing:
                 return "optimizer", number
         return None
@@ -156,17 +156,17 @@ def _substitutes(extended: ServerExtended) -> Callable[[Any], Any | None]:
     return token
 
 
-def unpack(extended: ServerExtended, data: Any, body: Any, buffers: Sequence[np.ndarray]) -> Any:
+def unpack(job: ServerJob, data: Any, body: Any, buffers: Sequence[np.ndarray]) -> Any:
     """Return an object that has travelled; without `data` there are no iterators in it."""
 
     def find(token: Any) -> Any:
         kind, *details = token
         if kind == "variable":
-            return extended._variables[details[0]]
+            return job.variables[details[0]]
         if kind == "optimizer":
-            return extended._optimizers[details[0]]
+            return job.optimizers[details[0]]
         if kind == "strategy":
-            return extended._container
+            return job.strategy
         if data is None:
             raise TypeError("An iterator of a worker cannot leave it.")
         return data.iterator(*details)
@@ -174,30 +174,28 @@ def unpack(extended: ServerExtended, data: Any, body: Any, buffers: Sequence[np.
     return join_object(body, buffers, find)
 
 
-def run_closure(
-    extended: ServerExtended, data: Any, body: Any, buffers: Sequence[np.ndarray]
-) -> Outcome:
+def run_closure(job: ServerJob, data: Any, body: Any, buffers: Sequence[np.ndarray]) -> Outcome:
     """Run what `pack_arguments` has packed, and return the outcome, whatever happens.
 
     `data` gives the iterators of this worker.
     """
     process, code = os.getpid(), 0
-    extended._closure_depth += 1
+    job.closure_depth += 1
     try:
-        with extended._container.scope():
-            result = _call(extended, data, body, buffers)
-            outcome = _outcome_of_result(extended, result)
+        with job.strategy.scope():
+            result = _call(job, data, body, buffers)
+            outcome = _outcome_of_result(job, result)
     # The user ends the job; that is not an outcome of the closure.
     except KeyboardInterrupt:
         raise
     except BaseException as error:
         if os.getpid() == process:
-            outcome = _outcome_of_error(extended, error, body, buffers)
+            outcome = _outcome_of_error(job, error, body, buffers)
         elif not isinstance(error, SystemExit):
             traceback.print_exception(error)
             code = 1
     finally:
-        extended._closure_depth -= 1
+        job.closure_depth -= 1
         if os.getpid() != process:  # a fork that the closure has made is no worker
             sys.stdout.flush()
             sys.stderr.flush()
@@ -207,12 +205,12 @@ def run_closure(
     return outcome
 
 
-def _call(extended: ServerExtended, data: Any, body: Any, buffers: Sequence[np.ndarray]) -> Any:
+def _call(job: ServerJob, data: Any, body: Any, buffers: Sequence[np.ndarray]) -> Any:
     text, rest = split_body(body)
     function = find_function(text)
     if not rest:
         return function()
-    args, kwargs = unpack(extended, data, rest, buffers)
+    args, kwargs = unpack(job, data, rest, buffers)
     return function(*args, **kwargs)
 
 
@@ -228,11 +226,11 @@ def _site_of(error: BaseException, body: Any) -> str:
     return f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}"
 
 
-def _outcome_of_result(extended: ServerExtended, result: Any) -> Outcome:
+def _outcome_of_result(job: ServerJob, result: Any) -> Outcome:
     if result is None:
         return Outcome(_DONE, b"", ())
     try:
-        return Outcome(_DONE, *split_object(localize(result), _substitutes(extended)))
+        return Outcome(_DONE, *split_object(localize(result), _substitutes(job)))
     except Exception as error:
         raise TypeError(
             f"The result of a closure, of type {type(result).__name__}, cannot be pickled: "
@@ -241,11 +239,11 @@ def _outcome_of_result(extended: ServerExtended, result: Any) -> Outcome:
 
 
 def _outcome_of_error(
-    extended: ServerExtended, error: BaseException, body: Any, buffers: Sequence[np.ndarray]
+    job: ServerJob, error: BaseException, body: Any, buffers: Sequence[np.ndarray]
 ) -> Outcome:
-    rank, site = extended._group.rank, _site_of(error, body)
-    call = describe_call(extended, body, buffers)
-    note = f"worker {extended._workers.index(rank)} (rank {rank}) at {site}, in {call}"
+    rank, site = job.group.rank, _site_of(error, body)
+    call = describe_call(job, body, buffers)
+    note = f"worker {job.workers.index(rank)} (rank {rank}) at {site}, in {call}"
     # Raised again on the chief, a StopIteration would silently end a loop of the program.
     if isinstance(error, StopIteration):
         error = OutOfRangeError("The iterator of a data set has no further element.")

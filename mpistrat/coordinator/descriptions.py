@@ -13,7 +13,7 @@ from mpistrat.coordinator.functions import FunctionName, split_body
 from mpistrat.system.text import array_type, brief, small_values
 
 if TYPE_CHECKING:
-    from mpistrat.parameter_server.server_extended import ServerExtended
+    from mpistrat.parameter_server.server_job import ServerJob
 
 _MAX_CHARACTERS = 400
 
@@ -46,7 +46,7 @@ class _Named:
 _shortened = _Shortened()
 
 
-def describe_call(extended: ServerExtended, body: Any, buffers: Sequence[np.ndarray]) -> str:
+def describe_call(job: ServerJob, body: Any, buffers: Sequence[np.ndarray]) -> str:
     """Return what a closure calls, as ``step(3, rate=0.1)``, from what `pack_arguments` returned.
 
     It never raises, and makes nothing on this rank, such as iterators.
@@ -59,9 +59,9 @@ def describe_call(extended: ServerExtended, body: Any, buffers: Sequence[np.ndar
     def find(token: Any) -> _Named:
         kind, *details = token
         if kind == "variable":
-            return _Named(f"variable {extended._variables[details[0]].name!r}")
+            return _Named(f"variable {job.variables[details[0]].name!r}")
         if kind == "optimizer":
-            return _Named(type(extended._optimizers[details[0]]).__name__)
+            return _Named(type(job.optimizers[details[0]]).__name__)
         if kind == "iterator":
             return _Named(f"iterator of {'.'.join(details[2][:2])}")
         return _Named(str(kind))
