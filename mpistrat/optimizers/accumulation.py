@@ -35,6 +35,7 @@ from mpistrat.values import IndexedSlices
 from mpistrat.variables import Variable
 from mpistrat.variables.initial import InitialValue
 from mpistrat.variables.slice_writes import SCATTER_ADD
+from mpistrat.variables.variable import component_of
 
 
 @dataclass
@@ -248,7 +249,7 @@ class GradientAccumulator(Trackable):
         return [places[id(variable)] for variable in variables]
 
     def _add_one(self, gradient: Any, total: Variable) -> None:
-        device, storage = self._owner.extended.device, total._component
+        device, storage = self._owner.extended.device, component_of(total)
         if isinstance(gradient, IndexedSlices):
             # Not by CuPy's add.at, which adds in no order and lacks some dtypes.
             rows = place(gradient.values, device)
@@ -303,7 +304,7 @@ class GradientAccumulator(Trackable):
             pairs = zip(self._sums, counts, strict=True)
             # None and not zeros: by zeros the optimizer would still apply momentum and weight
             # decay.
-            sums = [total._component if count else None for total, count in pairs]
+            sums = [component_of(total) if count else None for total, count in pairs]
             reduced = sum_over_replicas(call, sums, self._variables)
         return list(zip(reduced, self._variables, strict=True))
 
@@ -366,7 +367,7 @@ class GradientAccumulator(Trackable):
 
     def _reset_here(self) -> None:
         for total in self._sums:
-            total._component.fill(0)
+            component_of(total).fill(0)
         self._counts.reset()
 
     @property

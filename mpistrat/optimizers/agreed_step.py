@@ -27,6 +27,7 @@ from mpistrat.options import ReduceOp
 from mpistrat.tracing.spans import span
 from mpistrat.values import IndexedSlices
 from mpistrat.variables import Variable
+from mpistrat.variables.variable import own_storage_of, settle, storage_of
 
 RATE = "with the learning rate"
 """What messages call the number that ranks compare."""
@@ -124,7 +125,7 @@ class AgreedStep:
                     ],
                 )
                 iterations = optimizer.iterations
-                memory = iterations._own_storage if known is None else known.iterations
+                memory = own_storage_of(iterations) if known is None else known.iterations
                 # A skipped step does not count: Adam's bias correction and schedules go by the
                 # updates that were done.
                 memory += 1
@@ -133,7 +134,7 @@ class AgreedStep:
                     # Only now: it sends the weights that the lines above have updated.
                     share_parts(context.collectives_of(self.strategy), kind, rule, step, parts)
                 elif known is None:
-                    iterations._settle()
+                    settle(iterations)
             if optimizer.loss_scale is not None:
                 optimizer.loss_scale._adjust(is_finite=factor is not None)
 
@@ -191,7 +192,7 @@ class AgreedStep:
         if self.are_own and not self.late:
             return []
         # Of a variable that is updated in parts all of it is written to, by what other ranks send.
-        wholes = [span_of(self.variables[position]._storage) for position in self.late]
+        wholes = [span_of(storage_of(self.variables[position])) for position in self.late]
         return wholes + [span for target in targets for span in target.spans]
 
 

@@ -25,6 +25,7 @@ from mpistrat.user_warnings import empty_parts
 from mpistrat.values import DistributedValues, IndexedSlices, PerReplica
 from mpistrat.variables import SyncOnReadVariable, Variable, can_cast
 from mpistrat.variables.slice_writes import split_into_rounds
+from mpistrat.variables.variable import device_of, storage_of
 
 
 def listed(values: Any) -> Any:
@@ -309,10 +310,10 @@ def settled_beside(
     spans = _joined_spans(written)
     settled: list[Any] = []
     for gradient, variable in pairs:
-        if type(gradient) is np.ndarray and type(variable._storage) is np.ndarray:
+        if type(gradient) is np.ndarray and type(storage_of(variable)) is np.ndarray:
             settled.append(_unshared(gradient, spans))
             continue
-        device = variable._target.device
+        device = device_of(variable)
         if isinstance(gradient, IndexedSlices):
             values, indices = place(gradient.values, device), place(gradient.indices, device)
             settled.append(coalesced(IndexedSlices(values, indices, gradient.dense_shape)))

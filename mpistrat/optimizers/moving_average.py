@@ -15,6 +15,7 @@ from mpistrat.strategies import get_strategy
 from mpistrat.strategies.one_replica import default_strategy
 from mpistrat.trackable import Trackable
 from mpistrat.variables import SyncOnReadVariable, Variable
+from mpistrat.variables.variable import own_storage_of, placement_of, settle
 
 _SLOT = "average"
 
@@ -116,10 +117,10 @@ class ExponentialMovingAverage(Trackable):
                 self._attach_child(_SLOT, _first_average(variable), of=variable)
         for variable in variables:
             kept = self.average(variable)
-            average, value = kept._own_storage, variable._own_storage
+            average, value = own_storage_of(kept), own_storage_of(variable)
             # Equal on all ranks to the bit, because the variables are.
             average += (1 - decay) * (value.astype(average.dtype) - average)
-            kept._settle()
+            settle(kept)
 
     def average(self, variable: Variable) -> Variable:
         """Return the average of `variable`. Local.
@@ -168,14 +169,14 @@ def _apply(
 
 def _first_average(variable: Variable) -> Variable:
     average = zero_slot(variable, _SLOT)
-    average._own_storage[...] = variable._own_storage
-    average._settle()
+    own_storage_of(average)[...] = own_storage_of(variable)
+    settle(average)
     return average
 
 
 def _refuse_remote(kind: str, variables: Any) -> None:
     for variable in variables if isinstance(variables, list) else ():
-        if isinstance(variable, Variable) and not variable._placement.is_here:
+        if isinstance(variable, Variable) and not placement_of(variable).is_here:
             raise NotImplementedError(
                 f"{kind}: the variable {variable.name!r} lies on a server, and workers change it "
                 "at different times. Make a variable for its average, and in a closure call "

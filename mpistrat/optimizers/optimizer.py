@@ -51,6 +51,7 @@ from mpistrat.trackable import Dependent, Trackable
 from mpistrat.user_warnings import empty_parts
 from mpistrat.variables import Variable
 from mpistrat.variables.initial import InitialValue
+from mpistrat.variables.variable import placement_of, storage_of
 
 _OTHER_NAMES = {
     "lr": "learning_rate",
@@ -293,7 +294,7 @@ class Optimizer(Hinted, Trackable, abc.ABC):
         if known is None:
             gradients, variables = self._checked_pairs(call.kind, strategy, pairs, summed)
         scale = 1.0 if self.loss_scale is None else self.loss_scale._divisor()
-        number = int(self.iterations._storage if known is None else known.iterations)
+        number = int(storage_of(self.iterations) if known is None else known.iterations)
         # Before the ranks agree: a schedule that raises on one rank is then an error of all, and no
         # gradient has been summed.
         rate = self._rate(number)
@@ -367,7 +368,7 @@ class Optimizer(Hinted, Trackable, abc.ABC):
         KeyError
             If there is none yet: slots are made by the first `apply_gradients`, or restored.
         """
-        if not variable._placement.is_here:
+        if not placement_of(variable).is_here:
             self._learn_slots()
         slot = self._slots.find(variable, name)
         if slot is None:
@@ -383,7 +384,7 @@ class Optimizer(Hinted, Trackable, abc.ABC):
 
     def _deferred_slots(self) -> Mapping[str, Callable[[Variable], Variable]]:
         """Return what makes the slots, by name."""
-        if not self.iterations._placement.is_here:
+        if not placement_of(self.iterations).is_here:
             makers: Mapping[str, Callable[[Variable], Variable]]
             makers = self.iterations.strategy.extended._slot_makers(self)
             return makers
@@ -393,7 +394,7 @@ class Optimizer(Hinted, Trackable, abc.ABC):
         }
 
     def _checkpoint_dependents(self) -> list[Dependent]:
-        if not self.iterations._placement.is_here:
+        if not placement_of(self.iterations).is_here:
             self._learn_slots()
         return super()._checkpoint_dependents()
 

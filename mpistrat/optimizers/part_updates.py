@@ -30,6 +30,7 @@ from mpistrat.options import ReduceOp
 from mpistrat.values import IndexedSlices
 from mpistrat.variables import Variable
 from mpistrat.variables.placement import elements_of
+from mpistrat.variables.variable import device_of, placement_of, storage_of
 
 _MIN_BYTES = 2**20
 """Smaller gradients are summed together, on all ranks, as for mirrored slots."""
@@ -42,9 +43,9 @@ def can_be_summed_in_parts(call: CollectiveCall, variable: Variable) -> bool:
 
 def _reducer(call: CollectiveCall, variable: Variable) -> SharedMemoryReducer | None:
     """Return the reducer that can sum the gradient of `variable` part by part, if there is one."""
-    num_bytes, options = variable._storage.nbytes, call.options
-    is_large = num_bytes >= _MIN_BYTES or variable._placement.stage is not None
-    if not is_large or not is_on_host(variable._storage) or options.wire_dtype is not None:
+    num_bytes, options = storage_of(variable).nbytes, call.options
+    is_large = num_bytes >= _MIN_BYTES or placement_of(variable).stage is not None
+    if not is_large or not is_on_host(storage_of(variable)) or options.wire_dtype is not None:
         return None
     # As for a large message: MPI is not faster on gradients that are there already.
     asked = max(num_bytes, _MIN_BYTES)
@@ -69,7 +70,7 @@ class PartUpdate:
     @property
     def is_central(self) -> bool:
         """Whether all ranks see what each has updated."""
-        return self.variable._placement.ranges is not None
+        return placement_of(self.variable).ranges is not None
 
     @property
     def own(self) -> range:
@@ -83,7 +84,7 @@ def share_parts(
 ) -> None:
     """Give all ranks the weights that each rank has updated. **Collective**."""
     late = [each for each in updates if each.is_late]
-    staged = [each for each in late if each.variable._placement.stage is not None]
+    staged = [each for each in late if placement_of(each.variable).stage is not None]
     # Before the ranks agree, because that tells the others that this rank's gradients are in place.
     for each in staged:
         _fill_stage(each, collectives.rank)
@@ -96,18 +97,18 @@ def share_parts(
                 else:
                     _update_with_others(call, rule, step, each)
             _gather([each for each in updates if not each.is_late and not each.is_central], call)
-        call.show_received([each.variable._storage for each in updates])
+        call.show_received([storage_of(each.variable) for each in updates])
         if any(each.is_central for each in updates):
             # No rank may read a shared weight, or fill its buffer for the next step, before all
             # have updated their parts.
             call.agree("updated")
     for each in updates:
-        each.variable._placement.note_written()
+        placement_of(each.variable).note_written()
 
 
 def _fill_stage(each: PartUpdate, rank: int) -> None:
     """Bring a gradient to this rank's buffer, unless it lies there."""
-    stage = each.variable._placement.stage
+    stage = placement_of(each.variable).stage
     assert stage is not None
     if address_of(stage[rank]) != address_of(each.gradient):
         np.copyto(stage[rank], each.gradient.reshape(-1))
@@ -119,7 +120,7 @@ _CHUNK = 2**15
 
 def _update_from_stage(rule: Rule, step: Step, each: PartUpdate) -> None:
     """Sum this rank's part of the gradients in the buffers of all ranks, and update it."""
-    stage, own = each.variable._placement.stage, each.own
+    stage, own = placement_of(each.variable).stage, each.own
     assert stage is not None
     sums = np.empty(min(_CHUNK, len(own)), each.variable.dtype)
     for begin in range(own.start, own.stop, _CHUNK):
@@ -147,7 +148,7 @@ def _update_with_others(call: CollectiveCall, rule: Rule, step: Step, each: Part
 
     call.note_moved(each.gradient.nbytes, "SharedMemoryReducer")
     starts = [0, *[of_rank.stop for of_rank in each.placement.ranges]]
-    target = None if each.is_central else each.variable._storage
+    target = None if each.is_central else storage_of(each.variable)
     reducer.reduce_parts(each.gradient, starts, update, target)
 
 
@@ -168,8 +169,8 @@ def _gather(updates: Sequence[PartUpdate], call: CollectiveCall) -> None:
         for rank in range(size):
             for variable, places in parts:
                 stop = begin + _length(places[rank])
-                values = place(gathered[begin:stop], variable._target.device)
-                flat = variable._storage.reshape(-1)
+                values = place(gathered[begin:stop], device_of(variable))
+                flat = storage_of(variable).reshape(-1)
                 flat[_index(flat, places[rank])] = values
                 begin = stop
 
@@ -191,7 +192,7 @@ def _length(places: Any) -> int:
 
 
 def _part_on_host(variable: Variable, places: Any) -> np.ndarray:
-    flat = variable._storage.reshape(-1)
+    flat = storage_of(variable).reshape(-1)
     return native(host_view(flat[_index(flat, places)]))
 
 

@@ -256,10 +256,6 @@ class Variable(NDArrayOperatorsMixin):
         """
         return self._placement.memory(self._component)
 
-    def _settle(self) -> None:
-        """Do what is needed once this rank has updated its `_own_storage`."""
-        self._placement.settle(self._name)
-
     @property
     def name(self) -> str:
         """The name that was given, or the default one. Local."""
@@ -268,8 +264,7 @@ class Variable(NDArrayOperatorsMixin):
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the value, equal on all ranks but where it is split. Local."""
-        shape: tuple[int, ...] = self._target.shape
-        return shape
+        return self._target.shape
 
     @property
     def full_shape(self) -> tuple[int, ...]:
@@ -284,8 +279,7 @@ class Variable(NDArrayOperatorsMixin):
     @property
     def dtype(self) -> np.dtype:
         """Dtype of the value. Local."""
-        dtype: np.dtype = self._target.dtype
-        return dtype
+        return self._target.dtype
 
     @property
     def trainable(self) -> bool:
@@ -426,8 +420,7 @@ class Variable(NDArrayOperatorsMixin):
 
     def _load_piece(self, start: int, piece: np.ndarray) -> None:
         """Set a part of what `_load_value` sets, from element `start` of the flat value on."""
-        own, device = self._own_part(piece), self._target.device
-        self._placement.load(self._component, start, own, device)
+        self._placement.load(self._component, start, self._own_part(piece), self._target.device)
 
     def _own_part(self, array: Any) -> Any:
         """Return what this replica holds of a stored value."""
@@ -726,3 +719,36 @@ class Variable(NDArrayOperatorsMixin):
         ]
         rows += [] if values is None else [("local component", values)]
         return html_table(f"{type(self).__name__} {self.name!r}", rows)
+
+
+# What the package does with the memory of variables, which a program does not see.
+
+
+def placement_of(variable: Variable) -> Whole:
+    """Return which elements of `variable` this rank stores and updates."""
+    return variable._placement
+
+
+def storage_of(variable: Variable) -> Array:
+    """Return the memory of `variable` on this rank, of its first replica here."""
+    return variable._storage
+
+
+def component_of(variable: Variable) -> Array:
+    """Return the memory of the replica that runs."""
+    return variable._component
+
+
+def own_storage_of(variable: Variable) -> Array:
+    """Return the memory that this rank updates in place; `settle` is called afterwards."""
+    return variable._own_storage
+
+
+def settle(variable: Variable) -> None:
+    """Do what is needed once this rank has updated what `own_storage_of` returns."""
+    variable._placement.settle(variable.name)
+
+
+def device_of(variable: Variable) -> Device:
+    """Return the device of the memory."""
+    return variable._target.device
