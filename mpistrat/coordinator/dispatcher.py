@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 from mpistrat.coordinator.closures import (
     Closure,
     Outcome,
+    describe_call,
     pack_arguments,
     run_closure,
     unpack,
 )
-from mpistrat.coordinator.descriptions import describe_call
 from mpistrat.coordinator.functions import FunctionName, name_of_function
 from mpistrat.coordinator.per_worker import WorkerData
-from mpistrat.coordinator.workers import Worker
 from mpistrat.errors import CancelledError, UnavailableError, WorkerLostError
 from mpistrat.parameter_server.client import Lane
 from mpistrat.settings import settings_at_the_end
@@ -27,6 +26,37 @@ from mpistrat.system.text import text_of
 if TYPE_CHECKING:
     from mpistrat.comm.messages import Message
     from mpistrat.parameter_server.server_job import ServerJob
+
+
+_IN_FLIGHT = 2
+"""Closures at a worker, so that it has the next one when it has done one."""
+
+_SHORT_NS = 50_000_000
+"""How long closures may take for a second one to be sent along. It would wait behind a long one
+while another worker has nothing to do."""
+
+
+class Worker:
+    """What the chief knows of one worker."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.closures: deque[Closure] = deque()
+        """Those that it has, in the order in which it runs them."""
+        self.num_sent = 0
+        self.mean_ns = float(_SHORT_NS)
+        """How long its closures take, at least about."""
+        self.is_reported = False
+        """Whether the closure that it runs was reported for taking long."""
+
+    def has_room(self, closure: Closure) -> bool:
+        """Return whether it is to get this closure."""
+        if closure.killed or (self.closures and self.closures[0].killed):
+            room = 1  # so that no other closure is lost with it, or taken for the cause
+        else:
+            room = _IN_FLIGHT if self.mean_ns < _SHORT_NS else 1
+        return len(self.closures) < room
+
 
 _logger = logging.getLogger("mpistrat")
 

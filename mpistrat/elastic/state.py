@@ -19,7 +19,7 @@ from mpistrat.agreement.ledger import Signature
 from mpistrat.arrays import Array, host_copy, is_on_host, place
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.collectives.objects import as_bytes, from_bytes
-from mpistrat.elastic.values import ElasticReplicas
+from mpistrat.elastic.moved_replicas import ElasticReplicas
 from mpistrat.layout import Layout
 from mpistrat.options import VariableSynchronization
 from mpistrat.system.units import on_undo

@@ -13,7 +13,8 @@ from mpistrat import context
 from mpistrat.arrays import host_view, place
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.context import Strategy
-from mpistrat.optimizers.gradients import (
+from mpistrat.optimizers.optimizer import Optimizer
+from mpistrat.optimizers.step_gradients import (
     check_gradients,
     check_owners,
     check_scope,
@@ -24,7 +25,6 @@ from mpistrat.optimizers.gradients import (
     split_pairs,
     sum_over_replicas,
 )
-from mpistrat.optimizers.optimizer import Optimizer
 from mpistrat.optimizers.update import slot_dtype
 from mpistrat.options import VariableAggregation, VariableSynchronization
 from mpistrat.strategies import get_strategy

@@ -9,8 +9,8 @@ from typing import Any
 from mpistrat import context
 from mpistrat.arguments import as_finite, as_integer
 from mpistrat.context import Strategy
-from mpistrat.optimizers.gradients import check_owners, check_variables, listed, owner_among
 from mpistrat.optimizers.slots import Slots, zero_slot
+from mpistrat.optimizers.step_gradients import check_owners, check_variables, listed, owner_among
 from mpistrat.strategies import get_strategy
 from mpistrat.strategies.one_replica import default_strategy
 from mpistrat.trackable import Trackable

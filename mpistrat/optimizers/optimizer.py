@@ -21,7 +21,15 @@ from mpistrat.optimizers.agreed_step import (
     summed_in_parts,
     take_together,
 )
-from mpistrat.optimizers.gradients import (
+from mpistrat.optimizers.loss_scale import LossScale
+from mpistrat.optimizers.slots import (
+    PreparedStep,
+    PreparedSteps,
+    Slots,
+    check_can_shard_slots,
+    zero_slot,
+)
+from mpistrat.optimizers.step_gradients import (
     agree_on_gradients,
     check_gradients,
     check_owners,
@@ -32,14 +40,6 @@ from mpistrat.optimizers.gradients import (
     sum_over_replicas,
     variables_in,
     warn_of_nan,
-)
-from mpistrat.optimizers.loss_scale import LossScale
-from mpistrat.optimizers.slots import (
-    PreparedStep,
-    PreparedSteps,
-    Slots,
-    check_can_shard_slots,
-    zero_slot,
 )
 from mpistrat.optimizers.update import Rule, Target
 from mpistrat.options import VariableAggregation
@@ -244,21 +244,22 @@ class Optimizer(Hinted, Trackable, abc.ABC):
         is_list = type(grads_and_vars) in (zip, list)  # as usual: `listed` looks closer
         # A list, because a unit of an elastic job may read the pairs a second time.
         pairs = list(grads_and_vars) if is_list else listed(grads_and_vars)
-        if context.is_default(strategy):
+        # Its attributes, and not `context.is_default` and the like: every step comes this way.
+        extended: Any = strategy.extended
+        if extended._is_default:
             strategy = owner_among((*variables_in(pairs), self.iterations), strategy)
-        if context.is_remote(strategy):
-            extended: Any = strategy.extended
+            extended = strategy.extended
+        if extended._is_remote:
             extended._apply_gradients(self, strategy, pairs)
             return
         is_ours = frame is not None and frame.strategy is strategy
         is_replica = is_ours and frame.replica_context is not None  # type: ignore[union-attr]
         summed = is_replica and not skip_gradients_aggregation
-        extended = strategy.extended
         # Inside of run, the whole run is the unit already.
         if not is_replica and context.collectives_of(strategy).needs_unit:
             _apply_in_unit(strategy, self, pairs, skip_gradients_aggregation)
             return
-        replicas = context.replicas_of(strategy)
+        replicas = extended._replicas
         known: PreparedStep | None = None
         gradients: list[Any] = []
         if summed:
@@ -272,7 +273,7 @@ class Optimizer(Hinted, Trackable, abc.ABC):
             step = self._agreed_step(call, strategy, pairs, summed, known, gradients)
         # After the call has ended, because a step may make collectives: new slots, norms, weights
         # of other ranks. Once, because the replicas of a rank share the variables.
-        context.replica_set_of(strategy).once(step)
+        extended._replica_set.once(step)
 
     def _agreed_step(
         self,

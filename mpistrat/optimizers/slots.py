@@ -15,7 +15,7 @@ from mpistrat.agreement.channel import Channel
 from mpistrat.collectives.collectives import CollectiveCall
 from mpistrat.collectives.reduction import Reduction
 from mpistrat.optimizers.device_update import SumsOfSquares
-from mpistrat.optimizers.gradients import prepare_sum
+from mpistrat.optimizers.step_gradients import prepare_sum
 from mpistrat.optimizers.update import Rule, Target, UpdateAll, slot_dtype, sums_of_all
 from mpistrat.replicas.joint_reduction import JointReduction
 from mpistrat.strategies.one_replica import default_strategy

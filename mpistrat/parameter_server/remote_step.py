@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat.arrays import host_view
-from mpistrat.optimizers.gradients import (
+from mpistrat.optimizers.step_gradients import (
     check_gradients,
     check_owners,
     coalesced,

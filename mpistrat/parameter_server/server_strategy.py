@@ -24,8 +24,8 @@ from mpistrat.parameter_server.server_job import Phase, ServerJob, job_of
 from mpistrat.parameter_server.store import ParameterStore, Request
 from mpistrat.strategies.cluster_resolver import ClusterResolver
 from mpistrat.strategies.extended import StrategyExtended
-from mpistrat.strategies.groups import RankGroups
 from mpistrat.strategies.mpi import MPIStrategy
+from mpistrat.strategies.rank_groups import RankGroups
 from mpistrat.variables import Variable
 from mpistrat.variables.placement import Remote, Whole
 

@@ -8,14 +8,13 @@ from mpistrat.replica import ReplicaContext
 from mpistrat.strategies.central import CentralStorageStrategy
 from mpistrat.strategies.cluster_resolver import print_on_chief
 from mpistrat.strategies.extended import StrategyExtended
-from mpistrat.strategies.extended_v1 import MultiStepContext
+from mpistrat.strategies.extended_v1 import MultiStepContext, ParameterServerStrategyV1
 from mpistrat.strategies.mpi import MPIStrategy
 from mpistrat.strategies.one_replica import (
     OneDeviceStrategy,
     default_replica_context,
     default_strategy,
 )
-from mpistrat.strategies.parameter_server_v1 import ParameterServerStrategyV1
 from mpistrat.strategies.strategy import Strategy
 
 __all__ = [

@@ -40,7 +40,7 @@ from mpistrat.strategies.destinations import (
     with_whole_values,
 )
 from mpistrat.strategies.extended_v1 import ExtendedV1
-from mpistrat.strategies.groups import RankGroups
+from mpistrat.strategies.rank_groups import RankGroups
 from mpistrat.system.callsite import failure_site
 from mpistrat.tracing.spans import span
 from mpistrat.values import (

@@ -22,14 +22,14 @@ from mpistrat.sharding import cut
 from mpistrat.system.text import readable_size
 from mpistrat.values import IndexedSlices
 from mpistrat.variables.axis_split import AxisSplit
-from mpistrat.variables.exchange import (
+from mpistrat.variables.initial import InitialValue
+from mpistrat.variables.row_exchange import (
     Partition,
     collect_rows,
     gather_rows,
     scatter_rows,
     send_rows,
 )
-from mpistrat.variables.initial import InitialValue
 from mpistrat.variables.slice_writes import SliceWrite
 from mpistrat.variables.writes import Target, Write
 
