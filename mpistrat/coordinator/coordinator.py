@@ -9,9 +9,8 @@ from typing import Any, NoReturn
 import numpy as np
 
 from mpistrat import context, nests
-from mpistrat.coordinator.closures import Closure, Travels
+from mpistrat.coordinator.closures import Closure, Travels, name_of_function
 from mpistrat.coordinator.dispatcher import Dispatcher
-from mpistrat.coordinator.functions import name_of_function
 from mpistrat.coordinator.per_worker import PerWorkerDataset
 from mpistrat.coordinator.serving import dispatcher_of
 from mpistrat.errors import ContextError, MpistratError

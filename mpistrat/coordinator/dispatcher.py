@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from mpistrat.coordinator.closures import (
     Closure,
+    FunctionName,
     Outcome,
     describe_call,
+    name_of_function,
     pack_arguments,
     run_closure,
     unpack,
 )
-from mpistrat.coordinator.functions import FunctionName, name_of_function
 from mpistrat.coordinator.per_worker import WorkerData
 from mpistrat.errors import CancelledError, UnavailableError, WorkerLostError
 from mpistrat.parameter_server.client import Lane
@@ -90,7 +91,7 @@ class Dispatcher:
         self._is_pumping = False
         self._looked_at = time.monotonic()
         self._names: dict[Any, FunctionName] = {}
-        self.data = WorkerData(job)
+        self.data = WorkerData()
         self.ended: set[int] = set()
         """The ranks that have said that they are done."""
         self._new_losses: list[int] = []

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from mpistrat import context
-from mpistrat.coordinator.closures import Travels
-from mpistrat.coordinator.functions import FunctionName, find_function
+from mpistrat.coordinator.closures import FunctionName, Travels, find_function
 from mpistrat.errors import ClosureInputError, ContextError, OutOfRangeError
 from mpistrat.parameter_server.server_job import job_of
 from mpistrat.values import localize
-
-if TYPE_CHECKING:
-    from mpistrat.parameter_server.server_job import ServerJob
 
 
 class PerWorkerValues(Travels):
@@ -93,8 +89,7 @@ class WorkerIterator(Travels):
 class WorkerData:
     """The data sets and iterators of one worker, made when the first closure asks for them."""
 
-    def __init__(self, job: ServerJob) -> None:
-        self._job = job
+    def __init__(self) -> None:
         self._datasets: dict[int, Any] = {}
         self._iterators: dict[tuple[int, int], WorkerIterator] = {}
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from mpistrat.coordinator.closures import run_closure
 from mpistrat.coordinator.dispatcher import Dispatcher
@@ -13,11 +12,10 @@ from mpistrat.coordinator.per_worker import WorkerData
 from mpistrat.errors import CollectiveError
 from mpistrat.failures import losses
 from mpistrat.parameter_server.client import Lane
-from mpistrat.parameter_server.server_job import load_roles_by
+from mpistrat.parameter_server.server_job import Roles, ServerJob
 
 if TYPE_CHECKING:
     from mpistrat.comm.messages import Message
-    from mpistrat.parameter_server.server_job import ServerJob
 
 _CLOSE, _END, _FAIL = 1, 2, 3
 """What the chief says on the control lane: finish; all have finished; the chief has failed."""
@@ -65,7 +63,7 @@ def _serve_variables(job: ServerJob) -> list[int]:
 
 def _serve_closures(job: ServerJob) -> list[int]:
     """Run closures."""
-    messages, data = job.messages, WorkerData(job)
+    messages, data = job.messages, WorkerData()
     num_received = 0
     while True:
         message = _next(job)
@@ -175,8 +173,4 @@ def _tell_all(job: ServerJob, kind: int, lost: Sequence[int]) -> None:
             job.messages.send(rank, Lane.CONTROL, kind, 0, body)
 
 
-def _roles() -> Any:
-    return SimpleNamespace(serve=serve, end=end, fail=fail)
-
-
-load_roles_by(_roles)
+ServerJob.roles = Roles(serve, end, fail)

@@ -6,7 +6,7 @@ import contextlib
 import enum
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from mpistrat import context
 from mpistrat.collectives.collectives import Collectives
@@ -30,26 +30,15 @@ class Phase(enum.Enum):
     CLOSED = "it is over"
 
 
-class Roles(Protocol):
+class Roles(NamedTuple):
     """What the ranks do after the setup, which a higher layer knows."""
 
-    def serve(self, job: ServerJob) -> list[int]:
-        """Work for the chief until its end, and return the ranks that are lost."""
-
-    def end(self, job: ServerJob) -> list[int]:
-        """Have all other ranks return from `serve`, and return those that are lost."""
-
-    def fail(self, job: ServerJob) -> None:
-        """Have all other ranks leave, because the chief has failed."""
-
-
-class _Registry:
-    load: Callable[[], Roles]
-
-
-def load_roles_by(load: Callable[[], Roles]) -> None:
-    """Have `load` give what the ranks do, once it is needed."""
-    _Registry.load = staticmethod(load)
+    serve: Callable[[ServerJob], list[int]]
+    """Works for the chief until its end, and returns the ranks that are lost."""
+    end: Callable[[ServerJob], list[int]]
+    """Has all other ranks return from `serve`, and returns those that are lost."""
+    fail: Callable[[ServerJob], None]
+    """Has all other ranks leave, because the chief has failed."""
 
 
 class ServerJob:
@@ -58,6 +47,7 @@ class ServerJob:
     The strategy and its extended interface, variables, optimizers and the coordinator act by it.
     """
 
+    roles: ClassVar[Roles]
     messages: Messenger
     back_off: BackOff
     client: ParameterClient
@@ -158,12 +148,12 @@ class ServerJob:
     def serve(self) -> list[int]:
         """Work for the chief until its end, and return the ranks that are lost."""
         self.begin()
-        return _Registry.load().serve(self)
+        return self.roles.serve(self)
 
     def end(self) -> list[int]:
         """Have all other ranks return from `serve`, and return those that are lost."""
         self.begin()
-        return _Registry.load().end(self)
+        return self.roles.end(self)
 
     def free(self, lost: Sequence[int], error: RuntimeError) -> None:
         """Free everything; where ranks are lost, leave that to the end of the process."""
@@ -316,7 +306,7 @@ def _end_with_program(job: ServerJob) -> None:
 def _fail_all() -> None:
     for each in list(_chiefs):
         if each.phase is Phase.SERVING:
-            _Registry.load().fail(each)
+            each.roles.fail(each)
         # So that `_end_all`, which runs later, does not wait for ranks that have left.
         each.phase = Phase.CLOSED
 
