@@ -22,7 +22,7 @@ from mpistrat.bench.benchmark import (
 from mpistrat.bench.measure import Timings
 from mpistrat.coordinator import ClusterCoordinator
 from mpistrat.mpi.world import communicator
-from mpistrat.parameter_server.strategy import ParameterServerStrategy
+from mpistrat.parameter_server.server_strategy import ParameterServerStrategy
 from mpistrat.pytorch import import_torch
 from mpistrat.system.cpu import num_cores
 from mpistrat.variables import Variable

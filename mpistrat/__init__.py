@@ -138,7 +138,7 @@ if _typing.TYPE_CHECKING:
         PreemptionCheckpointHandler,
         latest_checkpoint,
     )
-    from mpistrat.parameter_server.strategy import ParameterServerStrategy
+    from mpistrat.parameter_server.server_strategy import ParameterServerStrategy
 else:  # type checkers take a name that is missing for an error
 
     def __getattr__(name: str) -> object:

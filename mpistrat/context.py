@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ContextDecorator
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
 from mpistrat import nests
 from mpistrat.errors import ContextError
+from mpistrat.system import units
 from mpistrat.system.callsite import failure_site
 from mpistrat.tracing.spans import span
 from mpistrat.user_warnings import warn_once
@@ -21,6 +22,7 @@ from mpistrat.values import PerReplica, mirror, unwrap_mirrored
 
 if TYPE_CHECKING:
     from mpistrat.collectives.collectives import Collectives
+    from mpistrat.layout import Layout
 
 S = TypeVar("S")
 
@@ -48,8 +50,7 @@ class Frame:
     @property
     def collectives(self) -> Collectives:
         """The collectives of the frame's strategy."""
-        collectives: Collectives = self.strategy.extended._collectives
-        return collectives
+        return collectives_of(self.strategy)
 
 
 # Per thread, because the replicas of a rank run on threads of their own, each in its context.
@@ -60,6 +61,50 @@ class _Stack(threading.local):
 
 
 _stack = _Stack()
+
+
+def collectives_of(strategy: Strategy) -> Collectives:
+    """Return how the ranks of `strategy` communicate; in `run`, the replica that runs."""
+    collectives: Collectives = strategy.extended._collectives
+    return collectives
+
+
+def replicas_of(strategy: Strategy) -> Collectives:
+    """Return how the replicas of `strategy` communicate, of which each may have several ranks."""
+    replicas: Collectives = strategy.extended._replicas
+    return replicas
+
+
+def shards_of(strategy: Strategy) -> Collectives:
+    """Return how the ranks of one replica of `strategy` communicate."""
+    shards: Collectives = strategy.extended._shards
+    return shards
+
+
+def replica_set_of(strategy: Strategy) -> Any:
+    """Return the `Replicas` of this rank of `strategy`, which a higher layer defines."""
+    return strategy.extended._replica_set
+
+
+def layout_of(strategy: Strategy) -> Layout:
+    """Return which replicas the ranks of `strategy` make up, and which one runs here."""
+    layout: Layout = strategy.extended._layout
+    return layout
+
+
+def is_default(strategy: Strategy) -> bool:
+    """Return whether `strategy` is that of a program outside every scope."""
+    return bool(strategy.extended._is_default)
+
+
+def is_remote(strategy: Strategy) -> bool:
+    """Return whether other ranks hold the variables of `strategy`, which are asked by messages."""
+    return bool(strategy.extended._is_remote)
+
+
+def distributes_variables(strategy: Strategy) -> bool:
+    """Return whether variables made in the scope of `strategy` belong to it."""
+    return bool(strategy.extended._distributes_variables)
 
 
 def current() -> Frame | None:
@@ -106,9 +151,9 @@ def _is_of_several(strategy: Strategy) -> bool:
 def _is_open(strategy: Strategy) -> bool:
     return bool(
         _is_of_several(strategy)
-        and not strategy.extended._is_remote
-        and not strategy.extended._collectives.is_closed
-        and strategy.extended._collectives.channel.closed is None
+        and not is_remote(strategy)
+        and not collectives_of(strategy).is_closed
+        and collectives_of(strategy).channel.closed is None
     )
 
 
@@ -129,7 +174,7 @@ def strategy_of_world() -> Strategy:
     By it ranks compare what no strategy of the program owns.
     """
     # After a disagreement of the program's own strategies all ranks need a new one.
-    if _of_world and _of_world[0].extended._collectives.channel.closed is not None:
+    if _of_world and collectives_of(_of_world[0]).channel.closed is not None:
         _of_world.clear()
     if not _of_world:
         _of_world.append(_makers[0]())
@@ -251,36 +296,6 @@ class Scope(ContextDecorator, Generic[S]):
         ) from None
 
 
-class MadeInScope:
-    """Base of objects whose making is one collective call of the strategy in scope."""
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if "__init__" in vars(cls):
-            setattr(cls, "__init__", _as_unit(vars(cls)["__init__"]))  # noqa: B010
-
-
-def _as_unit(init: Callable[..., None]) -> Callable[..., None]:
-    """Return `init`, the ``__init__`` of a class, as a unit."""
-
-    @functools.wraps(init)
-    def init_as_unit(self: Any, *args: Any, **kwargs: Any) -> None:
-        frame = current()
-        if frame is None or frame.kind is not Kind.CROSS_REPLICA:
-            init(self, *args, **kwargs)
-            return
-        before = dict(vars(self))
-
-        def make() -> None:
-            vars(self).clear()  # of what an attempt has left that is repeated
-            vars(self).update(before)
-            init(self, *args, **kwargs)
-
-        frame.collectives.as_unit(type(self).__name__, make)
-
-    return init_as_unit
-
-
 def set_base(frame: Frame | None) -> None:
     """Make `frame` the bottom of this thread's stack; ``None`` is the default context."""
     if _stack.frames:
@@ -308,26 +323,71 @@ def mode_for(strategy: Strategy, what: str) -> Kind:
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
-def collective(kind: str, writes: bool = False) -> Callable[[_Method], _Method]:
-    """Make a method of a strategy, or of its extended interface, a public collective call.
+def collective(
+    kind: str | None = None,
+    writes: bool | Literal["self"] = False,
+    of: Callable[[Any], Collectives | None] | None = None,
+    sets_attributes: bool = False,
+) -> Callable[[_Method], _Method]:
+    """Make a method a public collective call: the unit that an elastic job repeats after a loss.
 
-    It is checked to be in cross-replica context, and is a unit that an elastic job repeats after a
-    loss. `kind` names it in messages; `writes` says whether it may write to any variable.
+    A method of a strategy, or of its extended interface, is checked to be in cross-replica context.
+    For others `of` returns, from the first argument, the ranks that make the call, ``None`` where
+    it is part of a call around it.
+
+    Parameters
+    ----------
+    kind : str, optional
+        Names the call in messages; by default the class and the method do.
+    writes : bool or "self"
+        Whether it may write to any variable, or only to the one that it is a method of.
+    of : callable, optional
+    sets_attributes : bool
+        Whether it sets attributes of the object, which a repeated call must find as they were.
     """
 
     def decorate(method: _Method) -> _Method:
         @functools.wraps(method)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            strategy = self._container
-            require_cross_replica(strategy, kind)
-            ranks = strategy._extended._collectives
-            if not ranks.is_elastic:  # most programs; a unit would cost each step some objects
+            if of is None:
+                strategy = self._container
+                require_cross_replica(strategy, cast(str, kind))
+                ranks = strategy._extended._collectives
+            else:
+                ranks = of(self)
+            if ranks is None or not ranks.is_elastic:
+                # Most programs; a unit would cost each step some objects.
                 return method(self, *args, **kwargs)
-            return ranks.as_unit(kind, functools.partial(method, self, *args, **kwargs), writes)
+
+            def attempt() -> Any:
+                if sets_attributes:
+                    units.on_undo(functools.partial(_set_attributes, self, dict(vars(self))))
+                return method(self, *args, **kwargs)
+
+            what = kind or f"{type(self).__name__}.{method.__name__}".removesuffix(".__init__")
+            return ranks.as_unit(what, attempt, (self,) if writes == "self" else writes)
 
         return cast(_Method, call)
 
     return decorate
+
+
+def ranks_in_scope(_: object) -> Collectives | None:
+    """Return the ranks of the strategy in scope, ``None`` outside every scope."""
+    frame = current()
+    # In replica context the call of `run` around it is the unit.
+    return frame.collectives if frame is not None and frame.kind is Kind.CROSS_REPLICA else None
+
+
+def made_in_scope(init: _Method) -> _Method:
+    """Make an ``__init__`` one collective call of the strategy in scope, if there is any."""
+    return collective(of=ranks_in_scope, sets_attributes=True)(init)
+
+
+def _set_attributes(thing: object, attributes: Mapping[str, Any]) -> None:
+    """Have `thing` with these attributes and no others."""
+    vars(thing).clear()
+    vars(thing).update(attributes)
 
 
 _TWINS = {
@@ -352,7 +412,7 @@ def require_cross_replica(strategy: Strategy, what: str) -> None:
     if frame is None:
         return
     if frame.strategy is not strategy:
-        if frame.strategy.extended._is_default:
+        if is_default(frame.strategy):
             return
         raise ContextError(
             f"{what} of {strategy!r} was called in the {frame.kind.value} of "
@@ -380,7 +440,7 @@ def call_in_update_context(
     """Call ``fn(*first, *args, **kwargs)`` in the update context of `strategy`."""
     # `what` names the call in messages. `first` is passed as it is; `Mirrored` values in `args` and
     # `kwargs` become this rank's component.
-    channel = strategy.extended._collectives.channel
+    channel = collectives_of(strategy).channel
     channel.ledger.updates += 1
     try:
         result = result_in_update_context(strategy, what, fn, first, args, dict(kwargs or {}))
@@ -389,7 +449,7 @@ def call_in_update_context(
         raise
     if not group:
         return (result,)
-    return mirror(result) if strategy.extended._distributes_variables else result
+    return mirror(result) if distributes_variables(strategy) else result
 
 
 def result_in_update_context(

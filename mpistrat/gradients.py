@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, overload
 
-from mpistrat import nests
+from mpistrat import context, nests
 from mpistrat.arguments import as_array
 from mpistrat.arrays import Array
 from mpistrat.collectives.operations.all_gather import AllGather
@@ -73,7 +73,7 @@ def all_reduce_pullback(reduce_op: ReduceOpLike, value: Any, result: Any, gradie
     >>> gradient = strategy.run(step, args=(np.ones(2),))
     """
     replica = _current("all_reduce_pullback")
-    with replica.strategy.extended._replicas.call("all_reduce_pullback") as call:
+    with context.replicas_of(replica.strategy).call("all_reduce_pullback") as call:
         op = ReduceOp.parse(reduce_op)
         (values, results, gradients), structure = _flattened(call.kind, value, result, gradient)
         signature = nests.signature(structure)
@@ -126,7 +126,7 @@ def all_gather_pullback(value: Any, axis: int, gradient: Any) -> Any:
     (PerReplica(2), PerReplica(3))
     """
     replica = _current("all_gather_pullback")
-    with replica.strategy.extended._replicas.call("all_gather_pullback") as call:
+    with context.replicas_of(replica.strategy).call("all_gather_pullback") as call:
         (values, gradients), structure = _flattened(call.kind, value, gradient)
         shapes = [each.shape for each in values]
         operation = AllGather.parse(call.kind, axis)

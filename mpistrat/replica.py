@@ -59,13 +59,13 @@ class ReplicaContext(GroupCollectives):
         self._strategy = strategy
         self._entered: list[AbstractContextManager[None]] = []
         if replica_id_in_sync_group is not None:
-            own = strategy.extended._layout.replica_id
+            own = context.layout_of(strategy).replica_id
             if replica_id_in_sync_group != own:
                 raise ValueError(f"This rank owns replica {own}, not {replica_id_in_sync_group!r}.")
 
     def __enter__(self) -> ReplicaContext:
         current = context.current()
-        if current is not None and not current.strategy.extended._is_default:
+        if current is not None and not context.is_default(current.strategy):
             context.mode_for(self._strategy, "This ReplicaContext")
         frame = context.Frame(context.Kind.REPLICA, self._strategy, self)
         self._entered.append(context.entered(frame))
@@ -182,34 +182,33 @@ class ReplicaContext(GroupCollectives):
             If this replica context is not the current one.
         """
         self._check()
-        replicas = self._strategy.extended._replica_set
+        replicas = context.replica_set_of(self._strategy)
         return replicas.merge_call(self._strategy, merge_fn, args, kwargs or {})
 
     def barrier(self) -> None:
         """Return when every rank of every replica has made this call. **Collective**."""
         self._check("barrier")
-        barrier(self._strategy.extended._collectives)
+        barrier(context.collectives_of(self._strategy))
 
     def broadcast_object(self, obj: Any, root: int = 0) -> Any:
         """Return a copy of the object of replica `root`, which all name. **Collective**."""
         self._check("broadcast_object")
-        return broadcast_object(self._strategy.extended._replicas, "broadcast_object", obj, root)
+        return broadcast_object(context.replicas_of(self._strategy), "broadcast_object", obj, root)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Return copies of the objects of all replicas, in order. **Collective**."""
         self._check("gather_objects")
-        return gather_objects(self._strategy.extended._replicas, "all_gather_object", obj)
+        return gather_objects(context.replicas_of(self._strategy), "all_gather_object", obj)
 
     def _group(self) -> Collectives:
         frame = context.current()
         if frame is None or frame.replica_context is not self:  # the usual case costs no call
             self._check()
-        replicas: Collectives = self._strategy.extended._replicas
-        return replicas
+        return context.replicas_of(self._strategy)
 
     @property
     def _layout(self) -> Layout:
-        layout: Layout = self._strategy.extended._layout
+        layout: Layout = context.layout_of(self._strategy)
         return layout
 
     def _check(self, twin: str | None = None) -> None:
@@ -217,7 +216,7 @@ class ReplicaContext(GroupCollectives):
         frame = context.current()
         if frame is not None and frame.replica_context is self:
             return
-        if frame is None and self._strategy.extended._is_default:
+        if frame is None and context.is_default(self._strategy):
             return
         here = "the default context" if frame is None else f"the {frame.kind.value}"
         instead = "use the strategy that it is given" if twin is None else f"use strategy.{twin}"
@@ -300,8 +299,7 @@ class ShardGroup(GroupCollectives):
 
     def _group(self) -> Collectives:
         self._replica._check()
-        shards: Collectives = self._replica._strategy.extended._shards
-        return shards
+        return context.shards_of(self._replica._strategy)
 
     def __repr__(self) -> str:
         layout = self._replica._layout

@@ -12,7 +12,7 @@ from typing import Any
 
 from mpistrat.arrays import is_array
 from mpistrat.pytorch import is_tensor
-from mpistrat.system.units import on_undo
+from mpistrat.system import units
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,10 +63,16 @@ class Trackable:
             self._on_new_child(name, child, of)
         if of is None:
             self._children[name] = child
-            on_undo(lambda: self._children.pop(name, None))
         else:
             self._dependents.append(Dependent(name, child, of))
-            on_undo(self._dependents.pop)
+        units.on_undo(functools.partial(self._detach_last, name, of))
+
+    def _detach_last(self, name: str, of: object) -> None:
+        """Be without the child or dependent that was added last."""
+        if of is None:
+            self._children.pop(name, None)
+        else:
+            self._dependents.pop()
 
 
 class Reach(enum.Enum):

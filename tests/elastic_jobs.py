@@ -3,7 +3,6 @@
 import pytest
 from mpi4py import MPI
 
-from mpistrat.elastic import collectives
 from mpistrat.elastic import job as elastic_job
 from mpistrat.elastic.job import ElasticJob
 from mpistrat.failures.process_state import process
@@ -37,8 +36,7 @@ class Job(ElasticJob):
 @pytest.fixture
 def job(monkeypatch):
     fresh = Job()
-    for module in (elastic_job, collectives):
-        monkeypatch.setattr(module, "job", fresh)
+    monkeypatch.setattr(elastic_job, "job", fresh)
     monkeypatch.setattr(elastic_job, "why_not_tolerant", lambda: "")
     monkeypatch.setattr(units, "_note", None)
     monkeypatch.setattr(process, "outlives_losses", False)

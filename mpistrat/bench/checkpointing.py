@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat import hdf5
+from mpistrat import context, hdf5
 from mpistrat.arrays import is_on_host, namespace_of
 from mpistrat.bench.benchmark import (
     RESULTS,
@@ -59,7 +59,7 @@ _Candidates = dict[str, _Candidate]
 def measure(choices: Choices) -> Findings:
     """Time saving and restoring of float32 variables. **Collective**."""
     strategy = MPIStrategy(device=choices.device)
-    collectives = strategy.extended._collectives
+    collectives = context.collectives_of(strategy)
     rows = []
     for model, shapes in _MODELS.items():
         with strategy.scope():

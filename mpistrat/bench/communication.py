@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from mpistrat import context
 from mpistrat.bench.benchmark import (
     RESULTS,
     Bars,
@@ -31,7 +32,7 @@ from mpistrat.strategies import MPIStrategy, get_replica_context
 def measure_allreduce(choices: Choices) -> Findings:
     """Time all-reductions of one float32 array of each size. **Collective** over COMM_WORLD."""
     strategy = MPIStrategy(device=choices.device)
-    xp, collectives = strategy.extended.xp, strategy.extended._collectives
+    xp, collectives = strategy.extended.xp, context.collectives_of(strategy)
     from mpi4py import MPI  # importing it starts MPI, which the strategy does
 
     comm = open_world(None).comm
@@ -96,7 +97,7 @@ def notes_on(strategy: MPIStrategy) -> tuple[str, ...]:
 
 def _moved_bytes(strategy: MPIStrategy, num_bytes: int, implementation: str) -> int | None:
     """Return how many bytes a rank reads and writes for one array, where the package knows."""
-    transport = strategy.extended._collectives.channel.transport
+    transport = context.collectives_of(strategy).channel.transport
     if implementation == "Piggyback":  # each rank brings its numbers, and reads those of all
         return (2 + transport.size) * num_bytes
     if isinstance(transport.node, SharedMemoryReducer) and implementation == "SharedMemoryReducer":
@@ -156,7 +157,7 @@ _CASES: dict[str, Sequence[tuple[int, ...]]] = {
 def measure_gradients(choices: Choices) -> Findings:
     """Time the reduction of the float32 gradients of networks. **Collective** over COMM_WORLD."""
     strategy = MPIStrategy(device=choices.device)
-    xp, collectives = strategy.extended.xp, strategy.extended._collectives
+    xp, collectives = strategy.extended.xp, context.collectives_of(strategy)
     comm = open_world(None).comm
     rows: list[Row] = []
 
@@ -247,7 +248,7 @@ GRADIENTS = Benchmark(
 def measure_agreement(choices: Choices) -> Findings:
     """Time all-reductions of a float32 array with and without checks. **Collective**."""
     strategy = MPIStrategy(device="cpu")
-    collectives = strategy.extended._collectives
+    collectives = context.collectives_of(strategy)
     channel = collectives.channel
     rows: list[Row] = []
 

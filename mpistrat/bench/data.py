@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from mpistrat import context
 from mpistrat.bench.benchmark import (
     RESULTS,
     Bars,
@@ -112,7 +113,7 @@ def measure(choices: Choices) -> Findings:
 def measure_beside(choices: Choices, peers: Peers, more: More) -> Findings:
     """Do `measure`, with the further `peers` and the tables of `more`. **Collective**."""
     strategy = MPIStrategy(device=choices.device)
-    collectives = strategy.extended._collectives
+    collectives = context.collectives_of(strategy)
     with tempfile.TemporaryDirectory() as own:
         # Rank 0's folder; on several nodes TMPDIR must name a shared one.
         folder = Path(collectives.broadcast_json(own))

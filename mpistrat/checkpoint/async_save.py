@@ -29,11 +29,11 @@ from mpistrat.collectives.collectives import Collectives
 from mpistrat.errors import CheckpointError
 from mpistrat.mpi.world import failed_world_ranks, started_world
 from mpistrat.native import native_library
+from mpistrat.system import units
 from mpistrat.system.background import Background
 from mpistrat.system.cpu import num_cores
 from mpistrat.system.exit_hooks import Phase, at, hold_while
 from mpistrat.system.files import hidden_beside, remove_leftovers
-from mpistrat.system.units import on_undo
 from mpistrat.tracing.spans import spanned
 from mpistrat.trackable import Trackable
 
@@ -237,7 +237,7 @@ class BackgroundSaver:
         self._thread.close()
 
     def _note_undo(self) -> None:
-        on_undo(functools.partial(vars(self).update, dict(vars(self))))
+        units.on_undo(functools.partial(vars(self).update, dict(vars(self))))
 
     def end(self, collectives: Collectives) -> bool:
         """Wait for the file that is being written; return whether it is there. **Collective**."""

@@ -5,22 +5,22 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from mpistrat.checkpoint.object_graph import check_can_hold_state, collectives_for, tree_of
 from mpistrat.checkpoint.plan import SavePlan
 from mpistrat.checkpoint.restore import RestoreStatus, restore
 from mpistrat.checkpoint.write import write_together
 from mpistrat.checkpoint.writer import file_of_root
+from mpistrat.collectives.collectives import Collectives
+from mpistrat.context import collective
 from mpistrat.system.migration import hint_for
 from mpistrat.system.text import brief, html_table
 from mpistrat.tracing.spans import spanned
 from mpistrat.trackable import Trackable
 
-_Result = TypeVar("_Result")
-
 _WHAT = "Checkpoint.write"
+_RESTORE = "Checkpoint.restore"
 _logger = logging.getLogger("mpistrat")
 
 
@@ -62,6 +62,11 @@ def save(
 
 
 _OWN_ATTRIBUTES = frozenset({"_children", "_dependents", "_on_new_child"})
+
+
+def _ranks(checkpoint: Checkpoint, what: str) -> Collectives:
+    """Return the ranks of the strategy of all objects."""
+    return collectives_for(tree_of(checkpoint), what)
 
 
 class Checkpoint(Trackable):
@@ -106,6 +111,7 @@ class Checkpoint(Trackable):
                 raise ValueError(f"{name!r} cannot name an object. Use another name.")
             setattr(self, name, each)
 
+    @collective(_WHAT, of=lambda checkpoint: _ranks(checkpoint, _WHAT))
     def write(
         self,
         path: str | os.PathLike[str],
@@ -166,11 +172,9 @@ class Checkpoint(Trackable):
         ContextError
             Inside ``strategy.run``.
         """
-        return self._as_unit(
-            _WHAT,
-            lambda: save(self, path, parallel=parallel, drift=drift, overwrite=overwrite),
-        )
+        return save(self, path, parallel=parallel, drift=drift, overwrite=overwrite)
 
+    @collective(_RESTORE, writes=True, of=lambda checkpoint: _ranks(checkpoint, _RESTORE))
     def restore(self, path: str | os.PathLike[str]) -> RestoreStatus:
         """Fill all objects from the file `path`, all or none. **Collective**.
 
@@ -196,13 +200,7 @@ class Checkpoint(Trackable):
             If shapes or dtypes differ, or the keys of a module, or the groups of an optimizer; the
             message names all of them. Nothing is cast.
         """
-        return self._as_unit("Checkpoint.restore", lambda: restore(self, path), writes=True)
-
-    def _as_unit(self, what: str, work: Callable[[], _Result], writes: bool = False) -> _Result:
-        """Return what `work` on all objects returns, after a loss by the ranks that are left."""
-        collectives = collectives_for(tree_of(self), what)
-        result: _Result = collectives.as_unit(what, work, writes)
-        return result
+        return restore(self, path)
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in _OWN_ATTRIBUTES:

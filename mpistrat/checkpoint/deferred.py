@@ -20,7 +20,7 @@ from mpistrat.checkpoint.torch_hook import LoadedShard, TensorState
 from mpistrat.errors import CheckpointMismatchError
 from mpistrat.layout import Layout
 from mpistrat.sharding import Box
-from mpistrat.system.units import on_undo
+from mpistrat.system import units
 from mpistrat.trackable import Dependent, Trackable
 from mpistrat.variables import Variable
 from mpistrat.variables.kinds import load_components, saves_components
@@ -362,7 +362,7 @@ class Restoration:
         # `load_variables` and `take` remove entries from these dicts. A unit that is repeated after
         # a loss needs them as they were.
         kept = {what: copy.copy(each) for what, each in vars(self).items()}
-        on_undo(lambda: vars(self).update(kept))
+        units.on_undo(lambda: vars(self).update(kept))
         objects = {name: child} if of is None else {}
         dependents = [] if of is None else [(prefix, Dependent(name, child, of))]
         tree = walk(objects, prefix, dependents, self.variables)

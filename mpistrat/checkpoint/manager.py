@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import logging
 import numbers
 import os
@@ -28,11 +27,11 @@ from mpistrat.checkpoint.retention import (
     warn_of_future,
 )
 from mpistrat.collectives.collectives import Collectives
+from mpistrat.context import collective
 from mpistrat.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
 from mpistrat.system.files import remove_file, remove_leftovers
 from mpistrat.system.hints import Hinted
 from mpistrat.system.text import html_table
-from mpistrat.system.units import on_undo
 from mpistrat.trackable import Trackable
 from mpistrat.variables import Variable
 
@@ -69,6 +68,11 @@ def restore_newest(root: Trackable, directory: str, paths: Sequence[str]) -> str
 
 
 _logger = logging.getLogger("mpistrat")
+
+
+def _ranks(manager: CheckpointManager) -> Collectives:
+    """Return the ranks of the manager's strategy."""
+    return collectives_for(manager._tree(), "CheckpointManager")
 
 
 class CheckpointManager(Hinted):
@@ -133,8 +137,9 @@ class CheckpointManager(Hinted):
         self._checkpoint = checkpoint
         self._step_counter = step_counter
         options = max_to_keep, keep_every_n_hours, step_counter, asynchronous, parallel, drift
-        self._collectives().as_unit("CheckpointManager", lambda: self._open(directory, *options))
+        self._open(directory, *options)
 
+    @collective("CheckpointManager", of=_ranks)
     def _open(
         self,
         directory: str | os.PathLike[str],
@@ -146,7 +151,7 @@ class CheckpointManager(Hinted):
         drift: str,
     ) -> None:
         """Check the arguments, and look through the folder. **Collective**."""
-        collectives = self._collectives()
+        collectives = _ranks(self)
         with collectives.call("CheckpointManager") as call:
             self._given = checked_path("CheckpointManager", directory)
             _check_counter(step_counter)
@@ -194,6 +199,7 @@ class CheckpointManager(Hinted):
         """The path of the newest of `checkpoints`, sound or not, ``None`` without any. Local."""
         return self.checkpoints[-1] if self.checkpoints else None
 
+    @collective("CheckpointManager.save", of=_ranks, sets_attributes=True)
     def save(self, step: int | None = None) -> str:
         """Write ``<directory>/checkpoint-<step>.h5``, and return the path. **Collective**.
 
@@ -214,10 +220,6 @@ class CheckpointManager(Hinted):
         ValueError
             For a negative step.
         """
-        return str(self._collectives().as_unit("CheckpointManager.save", lambda: self._save(step)))
-
-    def _save(self, step: int | None) -> str:
-        on_undo(functools.partial(vars(self).update, dict(vars(self))))
         self.wait()
         given = self._step(step)
         tree = self._tree()
@@ -247,6 +249,7 @@ class CheckpointManager(Hinted):
             collectives.on_root(lambda: _remove_all(surplus), "CheckpointManager.save", path)
         return self._as_given(path)
 
+    @collective("CheckpointManager.restore_or_initialize", writes=True, of=_ranks)
     def restore_or_initialize(self, init_fn: Callable[[], object] | None = None) -> str | None:
         """Restore the newest file that is sound, else call `init_fn`. **Collective**.
 
@@ -268,13 +271,7 @@ class CheckpointManager(Hinted):
             is then as it was.
         """
         what = "CheckpointManager.restore_or_initialize"
-        path: str | None = self._collectives().as_unit(
-            what, lambda: self._restore_or_initialize(what, init_fn), writes=True
-        )
-        return path
-
-    def _restore_or_initialize(self, what: str, init_fn: Callable[[], object] | None) -> str | None:
-        with self._collectives().call(what) as call:
+        with _ranks(self).call(what) as call:
             if init_fn is not None and not callable(init_fn):
                 raise TypeError(f"init_fn must be a function or None, not {init_fn!r}.")
             call.agree()
@@ -300,14 +297,14 @@ class CheckpointManager(Hinted):
             lost (``elastic=True``), a warning says so instead.
         """
         if self._saver is not None:
-            self._collectives().as_unit("CheckpointManager.wait", self._end)
+            self._end()
 
+    @collective("CheckpointManager.wait", of=_ranks, sets_attributes=True)
     def _end(self) -> None:
-        on_undo(functools.partial(vars(self).update, dict(vars(self))))
         assert self._saver is not None
         # If the file could not be written, its plan goes with it, and the old files stay.
         planned, self._planned = self._planned, None
-        if self._saver.end(self._collectives()) and planned is not None:
+        if self._saver.end(_ranks(self)) and planned is not None:
             self._retention = planned
 
     def __repr__(self) -> str:
@@ -349,10 +346,7 @@ class CheckpointManager(Hinted):
 
     def _from_root(self, what: str, look: Callable[[], Any]) -> Any:
         """Return what `look` finds on rank 0, on every rank. **Collective**."""
-        return self._collectives().on_root(look, what, self._directory)
-
-    def _collectives(self) -> Collectives:
-        return collectives_for(self._tree(), "CheckpointManager")
+        return _ranks(self).on_root(look, what, self._directory)
 
     def _tree(self) -> Tree:
         return tree_of(self._checkpoint)

@@ -310,8 +310,7 @@ def collectives_for(tree: Tree, what: str) -> Collectives:
             f"{what} needs the cross-replica context, but this is the {kind.value} of "
             f"{strategy!r}. Call it outside strategy.run, or inside merge_call."
         )
-    collectives: Collectives = strategy.extended._collectives
-    return collectives
+    return context.collectives_of(strategy)
 
 
 def strategy_of(tree: Tree, what: str) -> Any:

@@ -375,7 +375,7 @@ def _collectives_for(tree: Tree, what: str) -> Collectives:
         )
     if world is None:
         return collectives_for(tree, what)
-    collectives: Collectives = context.strategy_of_world().extended._collectives
+    collectives: Collectives = context.collectives_of(context.strategy_of_world())
     return collectives
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import numbers
+import operator
 import signal
 import threading
 import time
@@ -15,6 +16,7 @@ import numpy as np
 
 from mpistrat.checkpoint.manager import CheckpointManager, knows_step
 from mpistrat.checkpoint.object_graph import collectives_for, tree_of
+from mpistrat.context import collective
 from mpistrat.options import ReduceOp
 from mpistrat.settings import environment
 
@@ -22,6 +24,9 @@ _WHAT = "PreemptionCheckpointHandler"
 _END_TIME = "SLURM_JOB_END_TIME"
 _JOB = "SLURM_JOB_ID"
 _logger = logging.getLogger("mpistrat")
+
+
+_ranks = operator.attrgetter("_collectives")
 
 
 class PreemptionCheckpointHandler:
@@ -79,21 +84,24 @@ class PreemptionCheckpointHandler:
         self._has_warned = False
         self._previous: dict[signal.Signals, Any] = {}
         self._own = np.zeros(1, np.int64)
-
-        def agree() -> list[signal.Signals]:
-            with self._collectives.call(_WHAT) as call:
-                numbers = _checked_signals(signals)
-                self._end_s = _end_of_job(walltime_margin_s)
-                call.agree(*numbers, walltime_margin_s)
-            return numbers
-
-        numbers_of_signals = self._collectives.as_unit(_WHAT, agree)
+        numbers_of_signals = self._agree(signals, walltime_margin_s)
         if walltime_margin_s is not None and self._collectives.rank == 0:
             _warn_without_end()
         # Only after all ranks have agreed: if the arguments are wrong on one, no rank keeps a
         # handler.
         for number in numbers_of_signals:
             self._previous[number] = signal.signal(number, self._note)
+
+    @collective(_WHAT, of=_ranks)
+    def _agree(
+        self, signals: Iterable[signal.Signals | int], walltime_margin_s: float | None
+    ) -> list[signal.Signals]:
+        """Check the arguments, and return the signals. **Collective**."""
+        with self._collectives.call(_WHAT) as call:
+            numbers = _checked_signals(signals)
+            self._end_s = _end_of_job(walltime_margin_s)
+            call.agree(*numbers, walltime_margin_s)
+        return numbers
 
     def __repr__(self) -> str:
         names = ", ".join(each.name for each in self._previous)
@@ -134,7 +142,7 @@ class PreemptionCheckpointHandler:
         if self._noticed is None and time.time() >= self._end_s:
             self._noticed = "the end of the job is near"
         self._own[0] = self._noticed is not None
-        if not self._collectives.as_unit(_WHAT, self._any_has_noticed):
+        if not self._any_has_noticed():
             return False
         if self._noticed is not None:
             _logger.warning("%s: all ranks save a checkpoint.", self._noticed)
@@ -147,6 +155,7 @@ class PreemptionCheckpointHandler:
             _logger.warning("Saved %s before the end of the job.", path)
         return True
 
+    @collective(_WHAT, of=_ranks)
     def _any_has_noticed(self) -> bool:
         """Return whether any rank has noticed the end of the job. **Collective**."""
         with self._collectives.call(_WHAT) as call:

@@ -79,11 +79,12 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def run_benchmark(benchmark: Benchmark, arguments: argparse.Namespace) -> int:
     """Measure, then print and write the report; return the exit code. **Collective**."""
+    from mpistrat import context
     from mpistrat.bench.measure import describe_machine
     from mpistrat.mpi.world import open_world
     from mpistrat.strategies import MPIStrategy
 
-    collectives = MPIStrategy(device="cpu").extended._collectives
+    collectives = context.collectives_of(MPIStrategy(device="cpu"))
     try:
         with collectives.all_or_none("bench"):
             choices = _choices(benchmark, arguments)

@@ -1,36 +1,147 @@
 """Closures: a function by its name, its arguments as pickle, and what comes back.
 
-Both travel between the ranks of one job. Variables, optimizers, iterators and the strategy go by
-number, as each rank has them.
+Both travel between the ranks of one job, with a digest of the code. Variables, optimizers,
+iterators and the strategy go by number, as each rank has them.
 """
 
 from __future__ import annotations
 
+import hashlib
+import importlib
 import os
+import reprlib
+import struct
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from mpistrat.collectives.objects import join_object, split_object
-from mpistrat.coordinator.descriptions import describe_call
-from mpistrat.coordinator.functions import (
-    FunctionName,
-    find_function,
-    join_body,
-    look_up,
-    split_body,
-)
 from mpistrat.errors import ClosureInputError, OutOfRangeError, WorkerLostError
 from mpistrat.parameter_server.remote_variable import RemoteVariable
 from mpistrat.system.callsite import UNKNOWN_PLACE, failure_site
-from mpistrat.system.text import text_of
+from mpistrat.system.text import array_type, brief, small_values, text_of
 from mpistrat.values import localize
 
 if TYPE_CHECKING:
-    from mpistrat.parameter_server.server_extended import ServerExtended
+    from mpistrat.parameter_server.server_job import ServerJob
+
+
+_LENGTH = struct.Struct("<I")
+
+
+class FunctionName(NamedTuple):
+    """How a function is found on another rank."""
+
+    module: str
+    path: str
+    digest: str
+    """Of its code, empty where it has none in Python."""
+
+
+def name_of_function(what: str, function: Any) -> FunctionName:
+    """Return the name of a function by which other ranks find the same, or raise `TypeError`."""
+    if not callable(function):
+        raise TypeError(f"{what} takes a function, not {function!r}.")
+    module, path = _place_of(function)
+    name = FunctionName(module, path, _digest(function))
+    # Local functions and lambdas have "<locals>" or "<lambda>" in their names.
+    found = look_up(name) if module and path and "<" not in path else None
+    if found is None or found != function:
+        raise TypeError(
+            f"{what}: {function!r} travels by its name, but it is not what the workers find as "
+            f"{f'{module}.{path}' if path else 'a name'}. Define the function at module level; no "
+            "lambda, local function, functools.partial or method of an object without a name."
+        )
+    return name
+
+
+def _place_of(function: Any) -> tuple[str, str]:
+    """Return the module and the path in it by which a function is to be found."""
+    owner = getattr(function, "__self__", None)
+    if owner is None or isinstance(owner, type | ModuleType):
+        module = getattr(function, "__module__", None)
+        return module or "", getattr(function, "__qualname__", "")
+    for module in ("__main__", type(owner).__module__, getattr(function, "__module__", "")):
+        names = vars(sys.modules[module]) if module in sys.modules else {}
+        for name, each in names.items():
+            if each is owner:
+                return module, f"{name}.{function.__name__}"
+    return "", ""
+
+
+def look_up(name: FunctionName) -> Any:
+    """Return what this rank has under a name, or ``None``."""
+    try:
+        found: Any = importlib.import_module(name.module)
+        for attribute in name.path.split("."):
+            found = getattr(found, attribute)
+    except (ImportError, AttributeError):
+        return None
+    return found
+
+
+def _digest(function: Any) -> str:
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return ""
+    return hashlib.blake2b(repr(_facts(code)).encode(), digest_size=8).hexdigest()
+
+
+def _facts(code: CodeType) -> tuple[Any, ...]:
+    """Return what makes code do what it does, whatever its place in a file."""
+    constants = [
+        _facts(each)
+        if isinstance(each, CodeType)
+        else sorted(map(repr, each))  # whose order differs from process to process
+        if isinstance(each, frozenset)
+        else repr(each)
+        for each in code.co_consts
+    ]
+    return code.co_code, code.co_names, code.co_varnames, code.co_freevars, constants
+
+
+_found: dict[str, Callable[..., Any]] = {}
+"""Functions that were looked up before, by their names."""
+
+
+def find_function(text: str) -> Callable[..., Any]:
+    """Return the function of a name, or raise why this rank has another one."""
+    known = _found.get(text)
+    if known is not None:
+        return known
+    name = FunctionName(*text.split("\0"))
+    function: Callable[..., Any] | None = look_up(name)
+    if function is None or not callable(function):
+        raise RuntimeError(
+            f"This worker has no function {name.module}.{name.path}. All ranks must run the same "
+            "program, and define at module level what is scheduled."
+        )
+    if _digest(function) != name.digest:
+        raise RuntimeError(
+            f"The code of {name.module}.{name.path} on this worker differs from the chief's. All "
+            "ranks must run the same version of the program."
+        )
+    _found[text] = function
+    return function
+
+
+def join_body(name: FunctionName, arguments: bytes = b"") -> bytes:
+    """Return the name of a function and packed arguments as they travel."""
+    text = "\0".join(name).encode()
+    return _LENGTH.pack(len(text)) + text + arguments
+
+
+def split_body(body: Any) -> tuple[str, memoryview]:
+    """Return the name of the function of a closure, as text, and its arguments."""
+    view = memoryview(body)
+    (length,) = _LENGTH.unpack_from(view)
+    begin = _LENGTH.size + length
+    return bytes(view[_LENGTH.size : begin]).decode(), view[begin:]
+
 
 _DONE, _FAILED = 0, 1
 """The kinds of an outcome."""
@@ -115,13 +226,13 @@ class Outcome(NamedTuple):
 
 
 def pack_arguments(
-    extended: ServerExtended, name: FunctionName, args: Sequence[Any], kwargs: Mapping[str, Any]
+    job: ServerJob, name: FunctionName, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[bytes, list[np.ndarray]]:
     """Return function and arguments as they travel, a copy of all."""
     if not args and not kwargs:
         return join_body(name), []
     try:
-        data, buffers = split_object((tuple(args), dict(kwargs)), _substitutes(extended))
+        data, buffers = split_object((tuple(args), dict(kwargs)), _substitutes(job))
     except (ValueError, TypeError) as error:
         _add_note(error, f"In an argument of {name.path}, which travels as pickle.")
         raise
@@ -133,12 +244,12 @@ def pack_arguments(
     return join_body(name, data), buffers
 
 
-def _substitutes(extended: ServerExtended) -> Callable[[Any], Any | None]:
+def _substitutes(job: ServerJob) -> Callable[[Any], Any | None]:
     """Return what gives a token for what every rank has by a number."""
 
     def token(thing: Any) -> Any | None:
-        if isinstance(thing, RemoteVariable) and thing.strategy is extended._container:
-            number = next((i for i, v in enumerate(extended._variables) if v is thing), None)
+        if isinstance(thing, RemoteVariable) and thing.strategy is job.strategy:
+            number = next((i for i, v in enumerate(job.variables) if v is thing), None)
             if number is None:
                 raise TypeError(
                     f"The slot {thing.name!r} cannot travel. Pass the variable and the optimizer."
@@ -146,9 +257,9 @@ def _substitutes(extended: ServerExtended) -> Callable[[Any], Any | None]:
             return "variable", number
         if isinstance(thing, Travels):
             return thing._token()
-        if thing is extended._container:
+        if thing is job.strategy:
             return ("strategy",)
-        for number, each in enumerate(extended._optimizers):
+        for number, each in enumerate(job.optimizers):
             if each is thing:
                 return "optimizer", number
         return None
@@ -156,17 +267,17 @@ def _substitutes(extended: ServerExtended) -> Callable[[Any], Any | None]:
     return token
 
 
-def unpack(extended: ServerExtended, data: Any, body: Any, buffers: Sequence[np.ndarray]) -> Any:
+def unpack(job: ServerJob, data: Any, body: Any, buffers: Sequence[np.ndarray]) -> Any:
     """Return an object that has travelled; without `data` there are no iterators in it."""
 
     def find(token: Any) -> Any:
         kind, *details = token
         if kind == "variable":
-            return extended._variables[details[0]]
+            return job.variables[details[0]]
         if kind == "optimizer":
-            return extended._optimizers[details[0]]
+            return job.optimizers[details[0]]
         if kind == "strategy":
-            return extended._container
+            return job.strategy
         if data is None:
             raise TypeError("An iterator of a worker cannot leave it.")
         return data.iterator(*details)
@@ -174,30 +285,28 @@ def unpack(extended: ServerExtended, data: Any, body: Any, buffers: Sequence[np.
     return join_object(body, buffers, find)
 
 
-def run_closure(
-    extended: ServerExtended, data: Any, body: Any, buffers: Sequence[np.ndarray]
-) -> Outcome:
+def run_closure(job: ServerJob, data: Any, body: Any, buffers: Sequence[np.ndarray]) -> Outcome:
     """Run what `pack_arguments` has packed, and return the outcome, whatever happens.
 
     `data` gives the iterators of this worker.
     """
     process, code = os.getpid(), 0
-    extended._closure_depth += 1
+    job.closure_depth += 1
     try:
-        with extended._container.scope():
-            result = _call(extended, data, body, buffers)
-            outcome = _outcome_of_result(extended, result)
+        with job.strategy.scope():
+            result = _call(job, data, body, buffers)
+            outcome = _outcome_of_result(job, result)
     # The user ends the job; that is not an outcome of the closure.
     except KeyboardInterrupt:
         raise
     except BaseException as error:
         if os.getpid() == process:
-            outcome = _outcome_of_error(extended, error, body, buffers)
+            outcome = _outcome_of_error(job, error, body, buffers)
         elif not isinstance(error, SystemExit):
             traceback.print_exception(error)
             code = 1
     finally:
-        extended._closure_depth -= 1
+        job.closure_depth -= 1
         if os.getpid() != process:  # a fork that the closure has made is no worker
             sys.stdout.flush()
             sys.stderr.flush()
@@ -207,12 +316,12 @@ def run_closure(
     return outcome
 
 
-def _call(extended: ServerExtended, data: Any, body: Any, buffers: Sequence[np.ndarray]) -> Any:
+def _call(job: ServerJob, data: Any, body: Any, buffers: Sequence[np.ndarray]) -> Any:
     text, rest = split_body(body)
     function = find_function(text)
     if not rest:
         return function()
-    args, kwargs = unpack(extended, data, rest, buffers)
+    args, kwargs = unpack(job, data, rest, buffers)
     return function(*args, **kwargs)
 
 
@@ -228,11 +337,11 @@ def _site_of(error: BaseException, body: Any) -> str:
     return f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}"
 
 
-def _outcome_of_result(extended: ServerExtended, result: Any) -> Outcome:
+def _outcome_of_result(job: ServerJob, result: Any) -> Outcome:
     if result is None:
         return Outcome(_DONE, b"", ())
     try:
-        return Outcome(_DONE, *split_object(localize(result), _substitutes(extended)))
+        return Outcome(_DONE, *split_object(localize(result), _substitutes(job)))
     except Exception as error:
         raise TypeError(
             f"The result of a closure, of type {type(result).__name__}, cannot be pickled: "
@@ -241,11 +350,11 @@ def _outcome_of_result(extended: ServerExtended, result: Any) -> Outcome:
 
 
 def _outcome_of_error(
-    extended: ServerExtended, error: BaseException, body: Any, buffers: Sequence[np.ndarray]
+    job: ServerJob, error: BaseException, body: Any, buffers: Sequence[np.ndarray]
 ) -> Outcome:
-    rank, site = extended._group.rank, _site_of(error, body)
-    call = describe_call(extended, body, buffers)
-    note = f"worker {extended._workers.index(rank)} (rank {rank}) at {site}, in {call}"
+    rank, site = job.group.rank, _site_of(error, body)
+    call = describe_call(job, body, buffers)
+    note = f"worker {job.workers.index(rank)} (rank {rank}) at {site}, in {call}"
     # Raised again on the chief, a StopIteration would silently end a loop of the program.
     if isinstance(error, StopIteration):
         error = OutOfRangeError("The iterator of a data set has no further element.")
@@ -298,3 +407,66 @@ def error_of(outcome: Outcome) -> Exception:
     error.__cause__ = cause
     found: Exception = error
     return found
+
+
+_MAX_CHARACTERS = 400
+
+
+class _Shortened(reprlib.Repr):
+    """Short forms of arguments: enough of each to know which closure it was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxdict = self.maxlist = self.maxtuple = 12
+        self.maxstring = self.maxother = 100
+
+    def repr1(self, x: Any, level: int) -> str:
+        """Return the short form of anything; of arrays that are not small dtype and shape."""
+        if isinstance(x, np.ndarray):
+            return brief(x) if small_values(x) is not None else f"array {array_type(x)}"
+        return super().repr1(x, level)
+
+
+class _Named:
+    """Stands for a variable, an optimizer or the like, which travels by its number."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+_shortened = _Shortened()
+
+
+def describe_call(job: ServerJob, body: Any, buffers: Sequence[np.ndarray]) -> str:
+    """Return what a closure calls, as ``step(3, rate=0.1)``, from what `pack_arguments` returned.
+
+    It never raises, and makes nothing on this rank, such as iterators.
+    """
+    text, rest = split_body(body)
+    path = FunctionName(*text.split("\0")).path
+    if not rest:
+        return f"{path}()"
+
+    def find(token: Any) -> _Named:
+        kind, *details = token
+        if kind == "variable":
+            return _Named(f"variable {job.variables[details[0]].name!r}")
+        if kind == "optimizer":
+            return _Named(type(job.optimizers[details[0]]).__name__)
+        if kind == "iterator":
+            return _Named(f"iterator of {'.'.join(details[2][:2])}")
+        return _Named(str(kind))
+
+    try:
+        args, kwargs = join_object(rest, buffers, find)
+        shown = [_shortened.repr(each) for each in args]
+        shown += [f"{name}={_shortened.repr(each)}" for name, each in kwargs.items()]
+    except Exception:  # objects raise what they like when they are unpickled or shown
+        shown = ["..."]
+    joined = " ".join(", ".join(shown).split())
+    if len(joined) > _MAX_CHARACTERS:
+        joined = f"{joined[: _MAX_CHARACTERS - 3]}..."
+    return f"{path}({joined})"

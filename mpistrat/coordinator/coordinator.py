@@ -8,14 +8,14 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from mpistrat import nests
-from mpistrat.coordinator.closures import Closure, Travels
+from mpistrat import context, nests
+from mpistrat.coordinator.closures import Closure, Travels, name_of_function
 from mpistrat.coordinator.dispatcher import Dispatcher
-from mpistrat.coordinator.functions import name_of_function
 from mpistrat.coordinator.per_worker import PerWorkerDataset
 from mpistrat.coordinator.serving import dispatcher_of
 from mpistrat.errors import ContextError, MpistratError
-from mpistrat.parameter_server.strategy import ParameterServerStrategy
+from mpistrat.parameter_server.server_job import job_of
+from mpistrat.parameter_server.server_strategy import ParameterServerStrategy
 from mpistrat.variables import Variable
 
 
@@ -144,21 +144,21 @@ class ClusterCoordinator:
             raise ValueError(
                 f"ClusterCoordinator takes a ParameterServerStrategy, not {strategy!r}."
             )
-        extended = strategy._server_extended
-        if extended._group.rank or extended._closure_depth:
+        job = job_of(strategy)
+        if job.group.rank or job.closure_depth:
             raise ContextError(
                 f"A ClusterCoordinator is for the chief, and this is {strategy!r}"
-                f"{' in a closure' if extended._closure_depth else ''}. Call strategy.serve() on "
+                f"{' in a closure' if job.closure_depth else ''}. Call strategy.serve() on "
                 "the other ranks."
             )
         # One per strategy: two would take each other's messages.
-        known = extended._coordinator
+        known = job.coordinator
         if known is None:
             known = object.__new__(cls)
             known._strategy = strategy
-            known._dispatcher = dispatcher_of(extended)
+            known._dispatcher = dispatcher_of(job)
             known._dataset_numbers = itertools.count()
-            extended._coordinator = known
+            job.coordinator = known
         found: ClusterCoordinator = known
         return found
 
@@ -309,9 +309,9 @@ class ClusterCoordinator:
         return PerWorkerDataset(next(self._dataset_numbers), name)
 
     def _ready(self, what: str) -> Dispatcher:
-        extended = self._strategy._server_extended
-        extended._collectives.channel.check_open()
-        if extended._closure_depth:
+        context.collectives_of(self._strategy).channel.check_open()
+        job = job_of(self._strategy)
+        if job.closure_depth:
             raise ContextError(f"{what} was called inside of a closure. Call it on the chief.")
         return self._dispatcher
 

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from mpistrat.coordinator.closures import (
     Closure,
+    FunctionName,
     Outcome,
+    describe_call,
+    name_of_function,
     pack_arguments,
     run_closure,
     unpack,
 )
-from mpistrat.coordinator.descriptions import describe_call
-from mpistrat.coordinator.functions import FunctionName, name_of_function
 from mpistrat.coordinator.per_worker import WorkerData
-from mpistrat.coordinator.workers import Worker
 from mpistrat.errors import CancelledError, UnavailableError, WorkerLostError
 from mpistrat.parameter_server.client import Lane
 from mpistrat.settings import settings_at_the_end
@@ -26,7 +26,38 @@ from mpistrat.system.text import text_of
 
 if TYPE_CHECKING:
     from mpistrat.comm.messages import Message
-    from mpistrat.parameter_server.server_extended import ServerExtended
+    from mpistrat.parameter_server.server_job import ServerJob
+
+
+_IN_FLIGHT = 2
+"""Closures at a worker, so that it has the next one when it has done one."""
+
+_SHORT_NS = 50_000_000
+"""How long closures may take for a second one to be sent along. It would wait behind a long one
+while another worker has nothing to do."""
+
+
+class Worker:
+    """What the chief knows of one worker."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.closures: deque[Closure] = deque()
+        """Those that it has, in the order in which it runs them."""
+        self.num_sent = 0
+        self.mean_ns = float(_SHORT_NS)
+        """How long its closures take, at least about."""
+        self.is_reported = False
+        """Whether the closure that it runs was reported for taking long."""
+
+    def has_room(self, closure: Closure) -> bool:
+        """Return whether it is to get this closure."""
+        if closure.killed or (self.closures and self.closures[0].killed):
+            room = 1  # so that no other closure is lost with it, or taken for the cause
+        else:
+            room = _IN_FLIGHT if self.mean_ns < _SHORT_NS else 1
+        return len(self.closures) < room
+
 
 _logger = logging.getLogger("mpistrat")
 
@@ -45,12 +76,12 @@ _LOOK_S = 0.5
 class Dispatcher:
     """Sends closures to workers and takes what comes back, whenever the chief lets it."""
 
-    def __init__(self, extended: ServerExtended) -> None:
-        self._extended = extended
-        self._messages = extended._messages
+    def __init__(self, job: ServerJob) -> None:
+        self._job = job
+        self._messages = job.messages
         self._queue: deque[Closure] = deque()
         self._running: dict[int, Closure] = {}
-        self._workers = {rank: Worker(rank) for rank in extended._workers}
+        self._workers = {rank: Worker(rank) for rank in job.workers}
         self._alone = self._workers.pop(0, None) is not None
         """Whether this rank is the only worker."""
         self._number = 0
@@ -60,13 +91,13 @@ class Dispatcher:
         self._is_pumping = False
         self._looked_at = time.monotonic()
         self._names: dict[Any, FunctionName] = {}
-        self.data = WorkerData(extended)
+        self.data = WorkerData()
         self.ended: set[int] = set()
         """The ranks that have said that they are done."""
         self._new_losses: list[int] = []
         """Ranks that are lost, and may have sent results before."""
         self._messages.on_loss = self._new_losses.extend
-        extended._pump = self.pump
+        job.pump = self.pump
 
     # What the program asks for
 
@@ -76,9 +107,7 @@ class Dispatcher:
         closure = self._new(fn)
         # Packed before the wait, so it has the arguments as they are when the program calls
         # `schedule`.
-        closure.body, closure.buffers = pack_arguments(
-            self._extended, self._name_of(fn), args, kwargs
-        )
+        closure.body, closure.buffers = pack_arguments(self._job, self._name_of(fn), args, kwargs)
         self._wait_for_room()
         # A closure may have failed during the wait.
         self.raise_failure()
@@ -92,13 +121,13 @@ class Dispatcher:
         closure = self._new(fn, is_independent=True)
         try:
             closure.body, closure.buffers = pack_arguments(
-                self._extended, self._name_of(fn), (item,), {}
+                self._job, self._name_of(fn), (item,), {}
             )
         except (TypeError, ValueError) as error:
             closure.end(error)
             return closure
         self._wait_for_room()
-        known = self._extended._unavailable
+        known = self._job.unavailable
         if known is not None:
             closure.end(CancelledError(f"The closure {closure!r} was not run: {known}"))
             return closure
@@ -151,7 +180,7 @@ class Dispatcher:
         if not isinstance(outcome, Outcome) or closure.has_failed():
             raise closure.error()
         try:
-            return unpack(self._extended, None, outcome.body, outcome.buffers)
+            return unpack(self._job, None, outcome.body, outcome.buffers)
         except Exception as error:  # objects raise what they like
             raise TypeError(
                 f"The result of the closure {closure!r} cannot be unpickled on the chief: "
@@ -169,7 +198,7 @@ class Dispatcher:
 
     def check_available(self) -> None:
         """Raise where nothing can run any more."""
-        known = self._extended._unavailable
+        known = self._job.unavailable
         if known is not None:
             raise UnavailableError(str(known))
 
@@ -177,7 +206,7 @@ class Dispatcher:
 
     def _wait(self, is_over: Callable[[], bool]) -> None:
         """Do what there is to do until something is over."""
-        back_off = self._extended._back_off
+        back_off = self._job.back_off
         back_off.reset()
         while not is_over():
             if self.pump():
@@ -221,9 +250,7 @@ class Dispatcher:
 
     def _take(self, message: Message) -> None:
         if message.lane == Lane.REQUEST:
-            self._extended._client.answer(
-                message.source, message.number, message.body, message.buffers
-            )
+            self._job.client.answer(message.source, message.number, message.body, message.buffers)
         elif message.lane == Lane.RESULT:
             self._take_outcome(message)
         elif message.lane == Lane.CONTROL:
@@ -298,7 +325,7 @@ class Dispatcher:
         """Run what waits on this rank, which is alone."""
         while self._queue:
             closure = self._queue.popleft()
-            outcome = run_closure(self._extended, self.data, closure.body, closure.buffers)
+            outcome = run_closure(self._job, self.data, closure.body, closure.buffers)
             self._end(closure, outcome)
 
     # Losses, and closures that take long
@@ -307,9 +334,9 @@ class Dispatcher:
         """Queue the closures of lost workers again, or learn of the loss of a server."""
         for rank in ranks:
             worker = self._workers.pop(rank, None)
-            name = self._extended._name_of_rank(rank)
+            name = self._job.name_of_rank(rank)
             if worker is None:
-                self._become_unavailable(self._extended._describe_loss(rank))
+                self._become_unavailable(self._job.describe_loss(rank))
                 continue
             closures = list(worker.closures)
             # Only the first one was running; the others had not begun.
@@ -326,7 +353,7 @@ class Dispatcher:
                     self._queue.appendleft(closure)
                 else:
                     self._end(closure, self._error_of_killer(closure))
-        if not self._workers and not self._alone and self._extended._unavailable is None:
+        if not self._workers and not self._alone and self._job.unavailable is None:
             self._become_unavailable(
                 UnavailableError(
                     "Every worker is lost, so no closure can run. Start the job again."
@@ -344,11 +371,11 @@ class Dispatcher:
 
     def _described(self, closure: Closure) -> str:
         """Return which closure it is, and what it calls."""
-        call = describe_call(self._extended, closure.body, closure.buffers)
+        call = describe_call(self._job, closure.body, closure.buffers)
         return f"{closure!r}, called as {call}"
 
     def _become_unavailable(self, error: UnavailableError) -> None:
-        self._extended._unavailable = error
+        self._job.unavailable = error
         self.cancel(str(error))
         for closure in self._running.values():
             closure.end(CancelledError(f"The closure {closure!r} has no result: {error}"))
@@ -362,7 +389,7 @@ class Dispatcher:
         if now - self._looked_at < _LOOK_S:
             return
         self._looked_at = now
-        self._extended._check_peers()
+        self._job.check_peers()
         limit_s = settings_at_the_end().wait_notice_s
         for worker in self._workers.values():
             if not worker.closures or worker.is_reported:
@@ -373,8 +400,8 @@ class Dispatcher:
                 worker.is_reported = True
                 _logger.warning(
                     "The closure %s, has run for %.0f s on the %s, which is %s.",
-                    *(self._described(closure), ran_s, self._extended._name_of_rank(worker.rank)),
-                    self._extended._whereabouts(worker.rank),
+                    *(self._described(closure), ran_s, self._job.name_of_rank(worker.rank)),
+                    self._job.whereabouts(worker.rank),
                 )
 
     # The end

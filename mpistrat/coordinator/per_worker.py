@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from mpistrat import context
-from mpistrat.coordinator.closures import Travels
-from mpistrat.coordinator.functions import FunctionName, find_function
+from mpistrat.coordinator.closures import FunctionName, Travels, find_function
 from mpistrat.errors import ClosureInputError, ContextError, OutOfRangeError
+from mpistrat.parameter_server.server_job import job_of
 from mpistrat.values import localize
-
-if TYPE_CHECKING:
-    from mpistrat.parameter_server.server_extended import ServerExtended
 
 
 class PerWorkerValues(Travels):
@@ -92,8 +89,7 @@ class WorkerIterator(Travels):
 class WorkerData:
     """The data sets and iterators of one worker, made when the first closure asks for them."""
 
-    def __init__(self, extended: ServerExtended) -> None:
-        self._extended = extended
+    def __init__(self) -> None:
         self._datasets: dict[int, Any] = {}
         self._iterators: dict[tuple[int, int], WorkerIterator] = {}
 
@@ -135,11 +131,11 @@ def experimental_get_current_worker_index() -> int:
     0
     """
     frame = context.current()
-    extended: Any = None if frame is None else frame.strategy.extended
-    if not getattr(extended, "_closure_depth", 0):
+    is_remote = frame is not None and context.is_remote(frame.strategy)
+    job = job_of(frame.strategy) if frame is not None and is_remote else None
+    if job is None or not job.closure_depth:
         raise ContextError(
             "There is a worker index only inside of closures, which ClusterCoordinator.schedule "
             "runs on workers, and inside of functions of per-worker data sets."
         )
-    index: int = extended._workers.index(extended._group.rank)
-    return index
+    return job.workers.index(job.group.rank)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from mpistrat.coordinator.closures import run_closure
 from mpistrat.coordinator.dispatcher import Dispatcher
@@ -13,11 +12,10 @@ from mpistrat.coordinator.per_worker import WorkerData
 from mpistrat.errors import CollectiveError
 from mpistrat.failures import losses
 from mpistrat.parameter_server.client import Lane
-from mpistrat.parameter_server.server_extended import load_roles_by
+from mpistrat.parameter_server.server_job import Roles, ServerJob
 
 if TYPE_CHECKING:
     from mpistrat.comm.messages import Message
-    from mpistrat.parameter_server.server_extended import ServerExtended
 
 _CLOSE, _END, _FAIL = 1, 2, 3
 """What the chief says on the control lane: finish; all have finished; the chief has failed."""
@@ -27,29 +25,29 @@ _RANKS = struct.Struct("<i")
 _FLUSH_S = 1.0
 
 
-def dispatcher_of(extended: ServerExtended) -> Dispatcher:
+def dispatcher_of(job: ServerJob) -> Dispatcher:
     """Return the dispatcher of the chief, made once the other ranks serve. **Collective** then."""
-    extended._begin()
-    pump = extended._pump
+    job.begin()
+    pump = job.pump
     known = getattr(pump, "__self__", None)
-    return known if isinstance(known, Dispatcher) else Dispatcher(extended)
+    return known if isinstance(known, Dispatcher) else Dispatcher(job)
 
 
-def serve(extended: ServerExtended) -> list[int]:
+def serve(job: ServerJob) -> list[int]:
     """Work for the chief until it ends, and return the ranks that are lost."""
-    task_type, _ = extended._role_of(extended._group.rank)
+    task_type, _ = job.role_of(job.group.rank)
     if task_type == "ps":
-        return _serve_variables(extended)
-    return _serve_closures(extended)
+        return _serve_variables(job)
+    return _serve_closures(job)
 
 
-def _serve_variables(extended: ServerExtended) -> list[int]:
+def _serve_variables(job: ServerJob) -> list[int]:
     """Answer requests for variables."""
-    messages, client, back_off = extended._messages, extended._client, extended._back_off
+    messages, client, back_off = job.messages, job.client, job.back_off
     while True:
         message = messages.poll()
         if message is None:
-            _rest(extended)
+            _rest(job)
             continue
         back_off.reset()
         if message.lane == Lane.REQUEST:
@@ -60,123 +58,119 @@ def _serve_variables(extended: ServerExtended) -> list[int]:
             if message.kind == _CLOSE:
                 messages.send(0, Lane.CONTROL, _CLOSE)
                 continue
-            return _leave(extended, message)
+            return _leave(job, message)
 
 
-def _serve_closures(extended: ServerExtended) -> list[int]:
+def _serve_closures(job: ServerJob) -> list[int]:
     """Run closures."""
-    messages, data = extended._messages, WorkerData(extended)
+    messages, data = job.messages, WorkerData()
     num_received = 0
     while True:
-        message = _next(extended)
+        message = _next(job)
         if message.lane == Lane.CLOSURE:
             num_received += 1
             # If the chief has closed or failed in the meantime, no further closure begins.
             control = messages.poll(0, Lane.CONTROL)
             if control is None:
-                _run(extended, data, message)
+                _run(job, data, message)
                 continue
             message = control
         if message.lane != Lane.CONTROL:
             continue  # an answer that nobody waits for any more
         if message.kind == _CLOSE:
             while num_received < message.number:  # what was sent before is dropped
-                num_received += _next(extended).lane == Lane.CLOSURE
+                num_received += _next(job).lane == Lane.CLOSURE
             messages.send(0, Lane.CONTROL, _CLOSE)
             continue
-        return _leave(extended, message)
+        return _leave(job, message)
 
 
-def _next(extended: ServerExtended) -> Message:
+def _next(job: ServerJob) -> Message:
     """Return the next message of the chief."""
-    messages = extended._messages
-    extended._back_off.reset()
+    messages = job.messages
+    job.back_off.reset()
     while True:
         message = messages.poll(0)
         if message is not None:
             return message
-        _rest(extended)
+        _rest(job)
 
 
-def _rest(extended: ServerExtended) -> None:
-    if 0 in extended._messages.lost:
-        extended._leave_without_chief()
-    extended._check_peers()
-    extended._back_off.rest()
+def _rest(job: ServerJob) -> None:
+    if 0 in job.messages.lost:
+        job.leave_without_chief()
+    job.check_peers()
+    job.back_off.rest()
 
 
-def _run(extended: ServerExtended, data: WorkerData, message: Message) -> None:
+def _run(job: ServerJob, data: WorkerData, message: Message) -> None:
     """Run a closure, and send its outcome before the next one begins."""
-    messages = extended._messages
-    outcome = run_closure(extended, data, message.body, message.buffers)
+    messages = job.messages
+    outcome = run_closure(job, data, message.body, message.buffers)
     messages.send(0, Lane.RESULT, outcome.kind, message.number, outcome.body, outcome.buffers)
     # The result must have left this process: the next closure may kill it.
     while not messages.is_idle():
         messages.flush(0.1)
-        extended._check_peers()
+        job.check_peers()
 
 
-def _leave(extended: ServerExtended, message: Message) -> list[int]:
+def _leave(job: ServerJob, message: Message) -> list[int]:
     """Return the lost ranks that the chief names, or raise where it has failed."""
-    extended._messages.flush(_FLUSH_S)
+    job.messages.flush(_FLUSH_S)
     lost = [rank for (rank,) in _RANKS.iter_unpack(bytes(message.body))]
     if message.kind == _FAIL:
-        _raise_failure(extended, lost)
+        _raise_failure(job, lost)
     return lost
 
 
-def _raise_failure(extended: ServerExtended, lost: Sequence[int]) -> NoReturn:
+def _raise_failure(job: ServerJob, lost: Sequence[int]) -> NoReturn:
     """Leave because the chief has failed, which reports that itself."""
     if lost:
-        losses.leave_out(extended._group.channel, lost)
+        losses.leave_out(job.group.channel, lost)
     error = CollectiveError("The chief has failed, so there is nothing more to do here.")
     error._caused_elsewhere = True
     error._is_reported_elsewhere = True  # type: ignore[attr-defined]
     raise error
 
 
-def end(extended: ServerExtended) -> list[int]:
+def end(job: ServerJob) -> list[int]:
     """Have all other ranks return from `serve`, and return those that are lost."""
-    dispatcher = dispatcher_of(extended)
-    messages = extended._messages
+    dispatcher = dispatcher_of(job)
+    messages = job.messages
 
     def close(rank: int, number: int) -> None:
         messages.send(rank, Lane.CONTROL, _CLOSE, number)
 
     dispatcher.end_workers(close)
-    servers = [rank for rank in extended._holders if rank]
+    servers = [rank for rank in job.holders if rank]
     for rank in servers:
         close(rank, 0)
-    extended._back_off.reset()
+    job.back_off.reset()
     while not {*servers} <= dispatcher.ended | messages.lost:
         if not dispatcher.pump():
-            extended._check_peers()
-            extended._back_off.rest()
+            job.check_peers()
+            job.back_off.rest()
     lost = sorted(messages.lost)
-    _tell_all(extended, _END, lost)
+    _tell_all(job, _END, lost)
     # A lost rank never takes the messages that were sent to it before, so the wait needs a limit.
     messages.flush(None if not lost else _FLUSH_S)
     return lost
 
 
-def fail(extended: ServerExtended) -> None:
+def fail(job: ServerJob) -> None:
     """Have all other ranks leave, because the chief has failed."""
-    lost = sorted(extended._messages.lost)
-    _tell_all(extended, _FAIL, lost)
-    extended._messages.flush(_FLUSH_S)
+    lost = sorted(job.messages.lost)
+    _tell_all(job, _FAIL, lost)
+    job.messages.flush(_FLUSH_S)
     if lost:
-        losses.leave_out(extended._group.channel, lost)
+        losses.leave_out(job.group.channel, lost)
 
 
-def _tell_all(extended: ServerExtended, kind: int, lost: Sequence[int]) -> None:
+def _tell_all(job: ServerJob, kind: int, lost: Sequence[int]) -> None:
     body = b"".join(map(_RANKS.pack, lost))
-    for rank in range(1, extended._group.size):
+    for rank in range(1, job.group.size):
         if rank not in lost:
-            extended._messages.send(rank, Lane.CONTROL, kind, 0, body)
+            job.messages.send(rank, Lane.CONTROL, kind, 0, body)
 
 
-def _roles() -> Any:
-    return SimpleNamespace(serve=serve, end=end, fail=fail)
-
-
-load_roles_by(_roles)
+ServerJob.roles = Roles(serve, end, fail)

@@ -130,7 +130,7 @@ def distribute_from_function(
         _spec_of_any_rank(own_spec, collectives, kind),
         digest([order for _, _, order in of_ranks]),
         None if is_certain else _next_together(collectives),
-        pipeline_again if collectives.is_elastic else None,
+        pipeline_again,
     )
     part = ReplicaPart(rank_dataset, target, collectives)
     return DistributedDataset([part], collectives)

@@ -368,15 +368,14 @@ class RankPipeline:
     """A digest of what decides the order of the examples of all ranks."""
     next_element: NextElement | None
     """How to take each element; ``None`` where `length` is certain."""
-    pipeline_of: Callable[[int], Pipeline] | None = None
-    """Returns that of any replica; ``None`` where only its own rank has it."""
+    pipeline_of: Callable[[int], Pipeline]
+    """Returns that of any replica, which an elastic job asks for after a loss."""
 
     def __str__(self) -> str:
         return f"{self.pipeline}, one of {self.size} pipelines"
 
     def of_replica(self, replica: int) -> RankPipeline:
         """Return the part of any replica, where this rank can know it."""
-        assert self.pipeline_of is not None
         return replace(self, pipeline=self.pipeline_of(replica))
 
     @property

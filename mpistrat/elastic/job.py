@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import os
@@ -13,9 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mpistrat.collectives.collectives import CollectiveCall, Collectives
+from mpistrat.context import replica_set_of
+from mpistrat.elastic.moved_replicas import ElasticReplicaSet
 from mpistrat.elastic.state import ElasticState
 from mpistrat.errors import CollectiveError, LaunchError
-from mpistrat.failures.losses import outlive_losses
+from mpistrat.failures.losses import leave_lost, outlive_losses
 from mpistrat.mpi.survival import (
     FLAG,
     failed_ranks,
@@ -25,12 +29,14 @@ from mpistrat.mpi.survival import (
     why_not_tolerant,
 )
 from mpistrat.mpi.world import communicator
+from mpistrat.options import CommunicationOptions
 from mpistrat.system.callsite import call_site
 from mpistrat.system.text import rank_list
-from mpistrat.system.units import note_undos_by
+from mpistrat.system.units import note_undos_by, on_undo
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
 
 _logger = logging.getLogger("mpistrat")
 
@@ -54,8 +60,8 @@ class ElasticJob:
         self.state = ElasticState()
         self.is_in_unit = False
         self._comm: Any = None
-        self._strategies: list[Any] = []
-        self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.strategies: list[Any] = []
+        self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._num_units = 0
         self._undos: list[Callable[[], object]] = []
         self.checks: list[Callable[[], object]] = []
@@ -84,7 +90,7 @@ class ElasticJob:
                 "elastic=True beside comm=: the communicator becomes smaller with each loss. Leave "
                 "comm out, which means all ranks that are left."
             )
-        for other in self._strategies:
+        for other in self.strategies:
             if other.num_replicas_in_sync != num_replicas:
                 raise ValueError(
                     f"elastic=True with num_replicas={num_replicas} beside {other!r}: all elastic "
@@ -104,17 +110,7 @@ class ElasticJob:
             outlive_losses()
             note_undos_by(self._note_undo)
         self.run(type(strategy).__name__, lambda: make(self._comm))
-        self._strategies.append(strategy)
-
-    def note_optimizer(self, optimizer: Any) -> None:
-        """Have `optimizer` prepare its steps again after a loss."""
-        self._optimizers.add(optimizer)
-
-    def forget(self, ranks: Any) -> None:
-        """Do not connect the strategy of these `ranks` again, which was closed."""
-        self._strategies = [
-            each for each in self._strategies if each.extended._replica_set.ranks is not ranks
-        ]
+        self.strategies.append(strategy)
 
     def run(
         self, what: str, function: Callable[[], Any], writes: bool | Sequence[Any] = False
@@ -137,7 +133,7 @@ class ElasticJob:
                         check()
                     if writes is True:
                         keep = self.state.share(self._ranks, what, result)
-                    elif self._strategies:
+                    elif self.strategies:
                         self.state.meet(self._ranks, what)
                 except Exception as raised:
                     # An error of the program, the same on all ranks or not: repeating the call
@@ -187,7 +183,7 @@ class ElasticJob:
 
     @property
     def _ranks(self) -> Any:
-        return self._strategies[0].extended._replica_set.ranks
+        return replica_set_of(self.strategies[0]).ranks
 
     def is_loss(self, error: BaseException) -> bool:
         """Return whether `error` comes of a lost rank, of which another rank may know. Local."""
@@ -198,7 +194,7 @@ class ElasticJob:
             # Then any error of the program may be the consequence.
             return bool(failed_ranks(self._comm)) or is_revoked(self._comm)
         # The monitors may know before MPI does.
-        channels = [each.extended._replica_set.ranks.channel for each in self._strategies]
+        channels = [replica_set_of(each).ranks.channel for each in self.strategies]
         if any(each.departures.lost() for each in channels):
             return True
         return bool(failed_ranks_soon(self._comm)) or is_revoked(self._comm)
@@ -224,7 +220,7 @@ class ElasticJob:
 
     def _wait(self, done: Callable[[], bool]) -> None:
         """Wait until `done`, which also holds where ranks die, up to the time limit."""
-        channel = self._ranks.channel if self._strategies else None
+        channel = self._ranks.channel if self.strategies else None
         limit_s = math.inf if channel is None or channel.timeout_s is None else channel.timeout_s
         began, turns = time.monotonic(), 0
         while not done():
@@ -249,8 +245,8 @@ class ElasticJob:
     def _revoke(self) -> None:
         """Have all ranks leave what they wait for."""
         revoke(self._comm)
-        for strategy in self._strategies:
-            strategy.extended._replica_set.ranks.channel.transport.revoke()
+        for strategy in self.strategies:
+            replica_set_of(strategy).ranks.channel.transport.revoke()
 
     def _without_lost(self) -> Any:
         """Return a communicator of the ranks that are left. **Collective**."""
@@ -272,7 +268,7 @@ class ElasticJob:
             self._comm = self._without_lost()
             is_well = True
             try:
-                for strategy in self._strategies:
+                for strategy in self.strategies:
                     strategy._reopen(self._comm)
                 of_ranks = self._comm.allgather((before.rank, self._num_units))
             except (CollectiveError, MPI.Exception) as error:
@@ -281,7 +277,7 @@ class ElasticJob:
                 is_well = False
             if self._agree(is_well):
                 break
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             # Prepared steps hold reductions on the transport that is gone.
             optimizer._prepared.clear()
         if len({number for _, number in of_ranks}) > 1:
@@ -301,3 +297,75 @@ class ElasticJob:
 
 job = ElasticJob()
 """That of this process."""
+
+
+class ElasticCollectives(Collectives):
+    """The collectives of an elastic strategy, each in a unit."""
+
+    is_elastic = True
+    replica_set = ElasticReplicaSet
+
+    @property
+    def needs_unit(self) -> bool:
+        """Whether no unit runs."""
+        return not job.is_in_unit
+
+    def as_unit(
+        self, what: str, function: Callable[[], Any], writes: bool | Sequence[Any] = False
+    ) -> Any:
+        """Return what `function` returns, which is repeated after a loss. **Collective**."""
+        return job.run(what, function, writes)
+
+    def at_end(self, check: Callable[[], object]) -> None:
+        """Have `check` be called once the unit is done, of which this must be part."""
+        job.checks.append(check)
+
+    def on_commit(self, do: Callable[[], object]) -> None:
+        """Have `do` be called once the unit is over, of which this must be part."""
+        job.commits.append(do)
+
+    def note_variable(self, variable: Any) -> None:
+        """Return `variable` to what it was before a unit that is repeated."""
+        job.state.add(variable)
+
+    def check_can_copy(self, what: str) -> None:
+        """Refuse to copy `what`, of which a unit that is repeated would not know."""
+        raise NotImplementedError(f"{what} cannot be copied. Make another one.")
+
+    def note_optimizer(self, optimizer: Any) -> None:
+        """Have `optimizer` prepare its steps again after a loss."""
+        job.optimizers.add(optimizer)
+        # A unit that creates it, and is repeated, creates its attributes again.
+        on_undo(functools.partial(job.optimizers.discard, optimizer))
+
+    def call(
+        self, kind: str, name: str | None = None, options: CommunicationOptions | None = None
+    ) -> CollectiveCall:
+        """Return the context manager of a collective, which must be part of a unit."""
+        if not job.is_in_unit and not self.is_closed:
+            raise NotImplementedError(
+                f"{kind} is not supported with elastic=True: it could not be repeated after a loss."
+            )
+        return super().call(kind, name, options)
+
+    def take_over(self, other: Collectives) -> None:
+        """Have the ranks of `other`, which is not used afterwards."""
+        other.abandon()
+        own = self._unclosed, self.on_close
+        vars(self).update(vars(other))
+        (self._unclosed, self.on_close), self.is_closed = own, False
+        self.channel.users.add(self)
+
+    def close(self, error: RuntimeError) -> None:
+        """Free what no other strategy uses; all later calls raise `error`. **Collective**."""
+        try:
+            with job.alone():
+                super().close(error)
+        except CollectiveError as failure:
+            if not job.is_loss(failure):
+                raise
+            leave_lost(self.channel)
+            self.abandon()
+            self.channel.closed = error
+        of_others = (each for each in job.strategies if replica_set_of(each).ranks is not self)
+        job.strategies = list(of_others)

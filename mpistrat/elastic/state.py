@@ -19,10 +19,11 @@ from mpistrat.agreement.ledger import Signature
 from mpistrat.arrays import Array, host_copy, is_on_host, place
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.collectives.objects import as_bytes, from_bytes
-from mpistrat.elastic.values import ElasticReplicas
+from mpistrat.elastic.moved_replicas import ElasticReplicas
 from mpistrat.layout import Layout
 from mpistrat.options import VariableSynchronization
 from mpistrat.system.units import on_undo
+from mpistrat.variables.variable import device_of, storage_of
 
 _MAX_RESULT = 2**20
 """Bytes of a value that a replica returns, up to which other ranks keep it."""
@@ -84,12 +85,12 @@ class ElasticState:
     def copy(self, writes: bool | Sequence[Any]) -> Copies:
         """Return the memory of all mirrored variables that are written to, with copies."""
         if not isinstance(writes, bool):
-            return [(each._storage, each._storage.copy()) for each in writes]
+            return [(memory, memory.copy()) for memory in map(storage_of, writes)]
         if not writes:
             return ()
         if self._copies is None:
             found = [each() for each in self._mirrored.values()]
-            arrays = [each._storage for each in found if each is not None]
+            arrays = [storage_of(each) for each in found if each is not None]
             self._copies = [(each, each.copy()) for each in arrays]
         else:
             # The memory of the last copies is used again: a job makes one copy per step.
@@ -168,7 +169,7 @@ class ElasticState:
 
 def _restore_components(variable: Any, of_replicas: Mapping[int, bytes]) -> None:
     """Have `variable` hold the components of the replicas that this rank has now."""
-    first, device = variable._at_first.tobytes(), variable._target.device
+    first, device = variable._at_first.tobytes(), device_of(variable)
     components = [
         np.ndarray(variable.shape, variable.dtype, of_replicas.get(each, first)).copy()
         for each in variable.strategy.extended.local_replica_ids

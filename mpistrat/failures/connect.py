@@ -75,7 +75,7 @@ class _Rendezvous:
     # duplicate, and on it the MAX of three numbers. A rank can poll for as long as it likes, and
     # MPI can be finalized while others are missing.
 
-    def __init__(self, comm: MPI.Intracomm, opens: bool, is_elastic: bool = False) -> None:
+    def __init__(self, comm: MPI.Intracomm, opens: bool, outlives_losses: bool = False) -> None:
         from mpi4py import MPI
 
         own = int.from_bytes(blake2b(_INSTALLED.encode(), digest_size=8).digest(), "big")
@@ -86,7 +86,7 @@ class _Rendezvous:
         self.comm: MPI.Intracomm
         """A private duplicate, once all ranks are here."""
         self._request: MPI.Request
-        if is_elastic:
+        if outlives_losses:
             shrunk: Any = comm.Shrink()
             self.comm, self._request = shrunk, MPI.REQUEST_NULL
         else:
@@ -171,11 +171,13 @@ _LONG_POLL_S = 0.002
 """The same after a second, when more than an answer is missing."""
 
 
-def open_channel(comm: MPI.Intracomm, timeout_s: float | None, is_elastic: bool = False) -> Channel:
+def open_channel(
+    comm: MPI.Intracomm, timeout_s: float | None, outlives_losses: bool = False
+) -> Channel:
     """Return the channel of `comm`, a fresh one after a `CollectiveError`. **Collective**."""
 
     def make() -> Channel:
-        rendezvous = _Rendezvous(comm, opens=True, is_elastic=is_elastic)
+        rendezvous = _Rendezvous(comm, opens=True, outlives_losses=outlives_losses)
         if rendezvous.has_fewer:
             raise loss_error(comm, rendezvous.lost_ranks() or [], "MPIStrategy()")
         if not _wait_for_all(rendezvous, timeout_s, _log_wait):

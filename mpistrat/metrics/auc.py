@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mpistrat import context
 from mpistrat.arguments import as_bool, as_finite, as_integer
 from mpistrat.arrays import namespace_of
 from mpistrat.metrics.classification import SAME_SHAPE, as_labels, ratio
@@ -59,6 +60,7 @@ class AUC(Metric[np.float64]):
     np.float64(0.75)
     """
 
+    @context.made_in_scope
     def __init__(
         self,
         num_thresholds: int = 200,
@@ -68,7 +70,7 @@ class AUC(Metric[np.float64]):
         thresholds: Sequence[float] | None = None,
         from_logits: bool = False,
     ) -> None:
-        with get_strategy().extended._collectives.call("AUC", name) as call:
+        with context.collectives_of(get_strategy()).call("AUC", name) as call:
             self.curve = _one_of("AUC: curve", curve, ("ROC", "PR"))
             methods = ("interpolation", "minoring", "majoring")
             self.summation_method = _one_of("AUC: summation_method", summation_method, methods)

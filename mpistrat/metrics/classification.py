@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mpistrat import context
 from mpistrat.arguments import as_finite, as_integer
 from mpistrat.arrays import Array, namespace_of
 from mpistrat.metrics.metric import (
@@ -28,6 +29,7 @@ SAME_SHAPE = "Labels are 0 or 1, beside one score each: for classes give one-hot
 class _BinaryCounts(Metric[Any]):
     """Counts of right and wrong predictions at thresholds: what precision and recall share."""
 
+    @context.made_in_scope
     def __init__(
         self,
         thresholds: float | Sequence[float] | None = None,
@@ -36,7 +38,7 @@ class _BinaryCounts(Metric[Any]):
         name: str | None = None,
     ) -> None:
         kind = type(self).__name__
-        with get_strategy().extended._collectives.call(kind, name) as call:
+        with context.collectives_of(get_strategy()).call(kind, name) as call:
             self.thresholds = _thresholds(kind, thresholds)
             self.top_k = None if top_k is None else as_integer(f"{kind}: top_k", top_k, 1)
             self.class_id = None if class_id is None else as_integer(f"{kind}: class_id", class_id)
@@ -184,10 +186,11 @@ class F1(SumsByUpdate):
     array([1., 1.])
     """
 
+    @context.made_in_scope
     def __init__(
         self, average: str | None = None, threshold: float | None = None, name: str | None = None
     ) -> None:
-        with get_strategy().extended._collectives.call("F1", name) as call:
+        with context.collectives_of(get_strategy()).call("F1", name) as call:
             if average not in _AVERAGES:
                 raise ValueError(f"F1: average must be one of {_AVERAGES}, not {average!r}.")
             self.average = average

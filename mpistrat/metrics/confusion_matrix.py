@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from mpistrat import context
 from mpistrat.arguments import as_bool, as_integer, span_outside
 from mpistrat.arrays import Array, namespace_of
 from mpistrat.metrics.metric import (
@@ -27,9 +28,10 @@ _Result = TypeVar("_Result")
 class _PairCounts(Metric[_Result]):
     """Counts of pairs of classes, the true and the predicted one."""
 
+    @context.made_in_scope
     def __init__(self, num_classes: int, name: str | None = None) -> None:
         kind = type(self).__name__
-        with get_strategy().extended._collectives.call(kind, name) as call:
+        with context.collectives_of(get_strategy()).call(kind, name) as call:
             self.num_classes = as_integer(f"{kind}: num_classes", num_classes, 1)
             call.agree(f"num_classes={num_classes}")
         super().__init__(name)
@@ -146,6 +148,7 @@ class MeanIoU(_PairCounts[np.float64]):
     np.float64(0.5)
     """
 
+    @context.made_in_scope
     def __init__(
         self,
         num_classes: int,
@@ -155,7 +158,7 @@ class MeanIoU(_PairCounts[np.float64]):
         sparse_y_pred: bool = True,
         axis: int = -1,
     ) -> None:
-        with get_strategy().extended._collectives.call("MeanIoU", name) as call:
+        with context.collectives_of(get_strategy()).call("MeanIoU", name) as call:
             self.ignore_class = (
                 None if ignore_class is None else as_integer("MeanIoU: ignore_class", ignore_class)
             )

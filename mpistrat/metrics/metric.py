@@ -16,9 +16,10 @@ import numpy.typing as npt
 from mpistrat import context, nests, user_warnings
 from mpistrat.arguments import as_array
 from mpistrat.arrays import Array, host_copy, host_view, is_on_host, namespace_of
+from mpistrat.collectives.collectives import Collectives
 from mpistrat.options import ReduceOp, VariableAggregation, VariableSynchronization
 from mpistrat.strategies import get_strategy
-from mpistrat.system.units import on_undo
+from mpistrat.system import units
 from mpistrat.trackable import Trackable
 from mpistrat.values import DistributedValues, local_component
 from mpistrat.variables import Variable
@@ -27,7 +28,16 @@ _Result = TypeVar("_Result")
 Given: TypeAlias = npt.ArrayLike | DistributedValues[Any]
 
 
-class Metric(context.MadeInScope, Trackable, abc.ABC, Generic[_Result]):
+def _strategy_of(metric: Metric[Any]) -> Any:
+    """Return the strategy of a metric that has sums."""
+    return next(iter(metric._sums.values())).strategy
+
+
+def _ranks(metric: Metric[Any]) -> Collectives:
+    return context.collectives_of(_strategy_of(metric))
+
+
+class Metric(Trackable, abc.ABC, Generic[_Result]):
     """Base of metrics.
 
     **Collective** in a strategy's scope, because it makes variables.
@@ -51,7 +61,7 @@ class Metric(context.MadeInScope, Trackable, abc.ABC, Generic[_Result]):
         super().__init__()
         self.name = type(self).__name__.lower() if name is None else name
         self._sums: dict[str, Variable] = {}
-        self._is_plain = not get_strategy().extended._distributes_variables
+        self._is_plain = not context.distributes_variables(get_strategy())
         """Whether it was created outside every scope, and is about one process."""
 
     def _check_scope(self) -> None:
@@ -68,7 +78,7 @@ class Metric(context.MadeInScope, Trackable, abc.ABC, Generic[_Result]):
         )
         self._attach_child(what, variable)
         self._sums[what] = variable
-        on_undo(lambda: self._sums.pop(what, None))
+        units.on_undo(lambda: self._sums.pop(what, None))
         return variable
 
     def _add(self, *numbers: Any) -> None:
@@ -81,7 +91,7 @@ class Metric(context.MadeInScope, Trackable, abc.ABC, Generic[_Result]):
         if here is not None and user_warnings.empty_parts:
             sums = zip(self._sums, numbers, strict=True)
             named = ((f"{what} of the metric {self.name!r}", number) for what, number in sums)
-            user_warnings.warn_of_nan(here.extended._layout.replica_id, named)
+            user_warnings.warn_of_nan(context.layout_of(here).replica_id, named)
         for variable, number in zip(self._sums.values(), numbers, strict=True):
             if variable.strategy is here and variable._placement.is_here:
                 # What assign_add comes to, many times in a step.
@@ -120,26 +130,27 @@ class Metric(context.MadeInScope, Trackable, abc.ABC, Generic[_Result]):
             raise ValueError(
                 f"The metric {self.name!r} has no result before its first update_state."
             )
-        strategy = next(iter(self._sums.values())).strategy
+        strategy = _strategy_of(self)
         if strategy is None:
             sums = self._own_sums()
         else:
             context.mode_for(strategy, f"The metric {self.name!r}")
-            reduced = strategy.extended._collectives.as_unit(
-                "result",
-                lambda: strategy.extended._on_replicas(lambda: self._reduced_sums(strategy)),
-            )
-            sums = dict(zip(self._sums, reduced, strict=True))
+            sums = dict(zip(self._sums, self._reduced_sums(), strict=True))
         return self._compute({what: np.float64(host_copy(array)) for what, array in sums.items()})
 
     def _own_sums(self) -> dict[str, Array]:
         return {what: variable.values[0] for what, variable in self._sums.items()}
 
-    def _reduced_sums(self, strategy: Any) -> list[Array]:
+    @context.collective("result", of=_ranks)
+    def _reduced_sums(self) -> list[Array]:
         """Return the sums over all replicas. **Collective**."""
-        with strategy.extended._replicas.call(f"{type(self).__name__}.result", self.name) as call:
-            reduced: list[Array] = call.all_reduce(ReduceOp.SUM, [*self._own_sums().values()])
-            return reduced
+        strategy, kind = _strategy_of(self), f"{type(self).__name__}.result"
+
+        def reduced() -> list[Array]:
+            with context.replicas_of(strategy).call(kind, self.name) as call:
+                return list(call.all_reduce(ReduceOp.SUM, [*self._own_sums().values()]))
+
+        return list(context.replica_set_of(strategy).each(reduced)[0])
 
     def reset_state(self) -> None:
         """Start again from zero.
@@ -177,10 +188,10 @@ class SumsByUpdate(Metric[Any]):
                 )
         else:
             context.mode_for(self._strategy, f"The metric {self.name!r}")
-            with self._strategy.extended._collectives.call(kind, self.name) as call:
+            with context.collectives_of(self._strategy).call(kind, self.name) as call:
                 sums = compute()
                 call.agree(str(_shapes(sums)))
-            self._strategy.extended._once(lambda: self._make_sums(_shapes(sums)))
+            context.replica_set_of(self._strategy).once(lambda: self._make_sums(_shapes(sums)))
         self._add(*sums.values())
 
     def _make_sums(self, shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
+from mpistrat import context
 from mpistrat.arguments import as_integer, span_outside
 from mpistrat.arrays import Array, namespace_of
 from mpistrat.metrics.metric import (
@@ -205,8 +206,9 @@ class TopKAccuracy(RunningMean):
     np.float64(0.5)
     """
 
+    @context.made_in_scope
     def __init__(self, k: int = 5, name: str | None = None) -> None:
-        with get_strategy().extended._collectives.call("TopKAccuracy", name) as call:
+        with context.collectives_of(get_strategy()).call("TopKAccuracy", name) as call:
             self.k = as_integer("TopKAccuracy: k", k, 1)
             call.agree(f"k={self.k}")
         super().__init__(name)

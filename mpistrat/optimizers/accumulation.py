@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 from mpistrat import context
 from mpistrat.arrays import host_view, place
-from mpistrat.optimizers.gradients import (
+from mpistrat.collectives.collectives import Collectives
+from mpistrat.context import Strategy
+from mpistrat.optimizers.optimizer import Optimizer
+from mpistrat.optimizers.step_gradients import (
     check_gradients,
     check_owners,
     check_scope,
@@ -22,17 +25,17 @@ from mpistrat.optimizers.gradients import (
     split_pairs,
     sum_over_replicas,
 )
-from mpistrat.optimizers.optimizer import Optimizer
 from mpistrat.optimizers.update import slot_dtype
 from mpistrat.options import VariableAggregation, VariableSynchronization
 from mpistrat.strategies import get_strategy
 from mpistrat.strategies.one_replica import default_strategy
-from mpistrat.system.units import on_undo
+from mpistrat.system import units
 from mpistrat.trackable import Trackable
 from mpistrat.values import IndexedSlices
 from mpistrat.variables import Variable
 from mpistrat.variables.initial import InitialValue
 from mpistrat.variables.slice_writes import SCATTER_ADD
+from mpistrat.variables.variable import component_of
 
 
 @dataclass
@@ -58,7 +61,7 @@ class _Counts:
         self._set([0] * len(self.num_gradients), 0)
 
     def _set(self, num_gradients: list[int], num_added: int) -> None:
-        on_undo(partial(vars(self).update, vars(self).copy()))
+        units.on_undo(partial(vars(self).update, vars(self).copy()))
         self.num_gradients, self.num_added = num_gradients, num_added
 
     def state_dict(self) -> dict[str, Any]:
@@ -86,6 +89,12 @@ class _CountsOfRank:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for each in self.counts:
             each.load_state_dict(state)
+
+
+def _ranks(accumulator: GradientAccumulator) -> Collectives:
+    """Return the ranks of an accumulator that may be used here."""
+    check_scope(f"The {type(accumulator).__name__}", accumulator._sums[0])
+    return context.collectives_of(accumulator._owner)
 
 
 class GradientAccumulator(Trackable):
@@ -140,24 +149,14 @@ class GradientAccumulator(Trackable):
         super().__init__()
         given = listed(variables)
         owner = _owner_of(given)
-        if owner.extended._is_remote:
+        if context.is_remote(owner):
             raise NotImplementedError(
                 f"{type(self).__name__} is for replicas, but under ParameterServerStrategy each "
                 "closure has its own gradients. Add those of its batches up as arrays, and pass "
                 "the sums to optimizer.apply_gradients: one message to each server."
             )
-        owner.extended._collectives.as_unit(
-            type(self).__name__, lambda: self._make_sums(owner, given)
-        )
-
-    def _make_sums(self, owner: Any, given: Any) -> None:
-        with owner.extended._collectives.call(type(self).__name__) as call:
-            check_variables(call.kind, given)
-            check_owners(call.kind, owner, given)
-            call.agree(*((each.name, str(each.dtype), each.full_shape) for each in given))
+        self._sums = _make_sums(owner, type(self).__name__, given)
         self._variables = tuple(given)
-        with context.entered(context.Frame(context.Kind.CROSS_REPLICA, owner)):
-            self._sums = [_new_sum(variable) for variable in self._variables]
         for variable, total in zip(self._variables, self._sums, strict=True):
             self._attach_child("gradient_sum", total, of=variable)
         ids = owner.extended.local_replica_ids
@@ -172,12 +171,12 @@ class GradientAccumulator(Trackable):
     @property
     def _counts(self) -> _Counts:
         """Those of the replica that runs."""
-        extended, here = self._owner.extended, self._counts_here
+        owner, here = self._owner, self._counts_here
         # A rank that has got the replicas of a lost one: the counts of all were equal then.
-        num_replicas = len(extended.local_replica_ids)
+        num_replicas = len(owner.extended.local_replica_ids)
         if len(here) != num_replicas:
             here[:] = [copy.deepcopy(here[0]) for _ in range(num_replicas)]
-        counts: _Counts = extended._own_of(here)
+        counts: _Counts = context.replica_set_of(owner).own(here)
         return counts
 
     @property
@@ -231,8 +230,8 @@ class GradientAccumulator(Trackable):
         check_scope(f"The {type(self).__name__}", self._sums[0])
         owner = self._owner
         where = context.mode_for(owner, f"The {type(self).__name__}")
-        if where is context.Kind.CROSS_REPLICA and not owner.extended._is_default:
-            with owner.extended._collectives.call(kind):
+        if where is context.Kind.CROSS_REPLICA and not context.is_default(owner):
+            with context.collectives_of(owner).call(kind):
                 raise ValueError(
                     f"{kind} takes the gradients of one replica, but this is the cross-replica "
                     "context. Call it inside strategy.run."
@@ -250,7 +249,7 @@ class GradientAccumulator(Trackable):
         return [places[id(variable)] for variable in variables]
 
     def _add_one(self, gradient: Any, total: Variable) -> None:
-        device, storage = self._owner.extended.device, total._component
+        device, storage = self._owner.extended.device, component_of(total)
         if isinstance(gradient, IndexedSlices):
             # Not by CuPy's add.at, which adds in no order and lacks some dtypes.
             rows = place(gradient.values, device)
@@ -258,6 +257,7 @@ class GradientAccumulator(Trackable):
         else:
             storage += place(gradient, device)
 
+    @context.collective(of=_ranks)
     def grads_and_vars(self) -> list[tuple[Any, Variable]]:
         """Return the sums over replicas, each with its variable, as messages of packs.
 
@@ -279,24 +279,18 @@ class GradientAccumulator(Trackable):
             If the ranks disagree on the number of calls of `add`, or on which variables got a
             gradient.
         """
-        found: list[tuple[Any, Variable]] = self._as_unit(
-            "grads_and_vars", lambda: self._reduced("grads_and_vars", lambda kind: None)
-        )
-        return found
-
-    def _as_unit(self, method: str, work: Callable[[], Any], writes: bool = False) -> Any:
-        check_scope(f"The {type(self).__name__}", self._sums[0])
-        what = f"{type(self).__name__}.{method}"
-        return self._owner.extended._collectives.as_unit(what, work, writes)
+        return list(self._reduced("grads_and_vars", lambda kind: None))
 
     def _reduced(self, method: str, check: Callable[[str], None]) -> Any:
         """Return the reduced sums for `method`, once `check` has accepted its arguments."""
-        return self._owner.extended._on_replicas(lambda: self._reduced_here(method, check))
+        return context.replica_set_of(self._owner).each(lambda: self._reduced_here(method, check))[
+            0
+        ]
 
     def _reduced_here(self, method: str, check: Callable[[str], None]) -> list[tuple[Any, Any]]:
         kind = f"{type(self).__name__}.{method}"
         context.mode_for(self._owner, f"The {type(self).__name__}")
-        with self._owner.extended._replicas.call(kind) as call:
+        with context.replicas_of(self._owner).call(kind) as call:
             check(kind)
             counts = self._counts.num_gradients
             if not any(counts):
@@ -310,7 +304,7 @@ class GradientAccumulator(Trackable):
             pairs = zip(self._sums, counts, strict=True)
             # None and not zeros: by zeros the optimizer would still apply momentum and weight
             # decay.
-            sums = [total._component if count else None for total, count in pairs]
+            sums = [component_of(total) if count else None for total, count in pairs]
             reduced = sum_over_replicas(call, sums, self._variables)
         return list(zip(reduced, self._variables, strict=True))
 
@@ -337,11 +331,12 @@ class GradientAccumulator(Trackable):
             If the ranks disagree on the number of calls of `add`, or on which variables got a
             gradient.
         """
-        missing = self._as_unit("apply", lambda: self._apply(optimizer), writes=True)
+        missing = self._apply(optimizer)
         # Outside of the unit, which an elastic job may repeat.
         if missing:
             warnings.warn(f"No gradient for the variables {missing}: skipped.", stacklevel=2)
 
+    @context.collective("GradientAccumulator.apply", writes=True, of=_ranks)
     def _apply(self, optimizer: Optimizer) -> list[str]:
         """Do `apply`, and return the names of the variables without a gradient."""
 
@@ -359,22 +354,20 @@ class GradientAccumulator(Trackable):
         present = [(gradient, variable) for gradient, variable in pairs if gradient is not None]
         with known_equal():
             optimizer.apply_gradients(present, skip_gradients_aggregation=True)
-        self._reset()
+        self.reset()
         return missing
 
+    @context.collective(writes=True, of=_ranks)
     def reset(self) -> None:
         """Drop what this replica has added. Local.
 
         Every rank does so, as `apply` on all of them will check.
         """
-        self._as_unit("reset", self._reset, writes=True)
-
-    def _reset(self) -> None:
-        self._owner.extended._on_replicas(self._reset_here)
+        context.replica_set_of(self._owner).each(self._reset_here)
 
     def _reset_here(self) -> None:
         for total in self._sums:
-            total._component.fill(0)
+            component_of(total).fill(0)
         self._counts.reset()
 
     @property
@@ -392,9 +385,20 @@ class GradientAccumulator(Trackable):
 def _owner_of(variables: Any) -> Any:
     """Return the strategy in scope, outside every scope that of the first variable with one."""
     strategy = get_strategy()
-    if not strategy.extended._is_default or not isinstance(variables, list):
+    if not context.is_default(strategy) or not isinstance(variables, list):
         return strategy
     return owner_among((each for each in variables if isinstance(each, Variable)), strategy)
+
+
+@context.collective("GradientAccumulator", of=context.collectives_of)
+def _make_sums(owner: Strategy, kind: str, variables: Sequence[Variable]) -> list[Variable]:
+    """Return a sum for each of `variables`, once all is checked. **Collective**."""
+    with context.collectives_of(owner).call(kind) as call:
+        check_variables(call.kind, variables)
+        check_owners(call.kind, owner, variables)
+        call.agree(*((each.name, str(each.dtype), each.full_shape) for each in variables))
+    with context.entered(context.Frame(context.Kind.CROSS_REPLICA, owner)):
+        return [_new_sum(variable) for variable in variables]
 
 
 def _new_sum(variable: Variable) -> Variable:

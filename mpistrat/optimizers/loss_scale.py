@@ -16,7 +16,7 @@ from mpistrat.variables import Variable
 from mpistrat.variables.initial import InitialValue
 
 
-class LossScale(context.MadeInScope, Trackable):
+class LossScale(Trackable):
     """A factor for the loss that follows what the gradients can bear.
 
     The program multiplies its loss, and with it the gradients, by `value`; the optimizer that
@@ -57,6 +57,7 @@ class LossScale(context.MadeInScope, Trackable):
     1024.0
     """
 
+    @context.made_in_scope
     def __init__(
         self,
         initial_scale: float = 2.0**15,
@@ -69,7 +70,7 @@ class LossScale(context.MadeInScope, Trackable):
         self.growth_interval = growth_interval
         self.growth_factor = growth_factor
         self.backoff_factor = backoff_factor
-        with get_strategy().extended._collectives.call("LossScale") as call:
+        with context.collectives_of(get_strategy()).call("LossScale") as call:
             self._check_parameters()
             call.agree(repr(self))
         self._is_read = True

@@ -8,17 +8,19 @@ from typing import Any
 
 from mpistrat import context
 from mpistrat.arguments import as_finite, as_integer
-from mpistrat.optimizers.gradients import check_owners, check_variables, listed, owner_among
+from mpistrat.context import Strategy
 from mpistrat.optimizers.slots import Slots, zero_slot
+from mpistrat.optimizers.step_gradients import check_owners, check_variables, listed, owner_among
 from mpistrat.strategies import get_strategy
 from mpistrat.strategies.one_replica import default_strategy
 from mpistrat.trackable import Trackable
 from mpistrat.variables import SyncOnReadVariable, Variable
+from mpistrat.variables.variable import own_storage_of, placement_of, settle
 
 _SLOT = "average"
 
 
-class ExponentialMovingAverage(context.MadeInScope, Trackable):
+class ExponentialMovingAverage(Trackable):
     """Averages of variables over the steps of training, as tf.train's of that name.
 
     `apply` sets each average to ``decay * average + (1 - decay) * variable``; the first one to the
@@ -99,27 +101,12 @@ class ExponentialMovingAverage(context.MadeInScope, Trackable):
         variables = listed(var_list)
         frame = context.current()
         strategy = default_strategy() if frame is None else frame.strategy
-        if strategy.extended._is_default and isinstance(variables, list):
+        if context.is_default(strategy) and isinstance(variables, list):
             given = (each for each in variables if isinstance(each, Variable))
             strategy = owner_among(given, get_strategy())
         kind = "ExponentialMovingAverage.apply"
         _refuse_remote(kind, variables)
-        strategy.extended._collectives.as_unit(
-            kind, lambda: self._apply(kind, strategy, variables), writes=True
-        )
-
-    def _apply(self, kind: str, strategy: Any, variables: Any) -> None:
-        with strategy.extended._collectives.call(kind) as call:
-            _check_variables(kind, variables)
-            check_owners(kind, strategy, variables)
-            decay = self._current_decay()
-            call.agree(
-                f"decay={decay}",
-                *((each.name, str(each.dtype), each.full_shape) for each in variables),
-            )
-        # Once per rank: its replicas share the averages, which would otherwise decay once per
-        # replica.
-        strategy.extended._once(functools.partial(self._follow, variables, decay))
+        _apply(strategy, kind, self, variables)
 
     def _follow(self, variables: Sequence[Variable], decay: float) -> None:
         """Move each average towards its variable. **Collective** where one is new."""
@@ -130,10 +117,10 @@ class ExponentialMovingAverage(context.MadeInScope, Trackable):
                 self._attach_child(_SLOT, _first_average(variable), of=variable)
         for variable in variables:
             kept = self.average(variable)
-            average, value = kept._own_storage, variable._own_storage
+            average, value = own_storage_of(kept), own_storage_of(variable)
             # Equal on all ranks to the bit, because the variables are.
             average += (1 - decay) * (value.astype(average.dtype) - average)
-            kept._settle()
+            settle(kept)
 
     def average(self, variable: Variable) -> Variable:
         """Return the average of `variable`. Local.
@@ -163,16 +150,33 @@ class ExponentialMovingAverage(context.MadeInScope, Trackable):
         return f"ExponentialMovingAverage(decay={self.decay}, num_updates={self.num_updates})"
 
 
+@context.collective("ExponentialMovingAverage.apply", writes=True, of=context.collectives_of)
+def _apply(
+    strategy: Strategy, kind: str, averages: ExponentialMovingAverage, variables: Any
+) -> None:
+    """Do `ExponentialMovingAverage.apply`, once the strategy is known."""
+    with context.collectives_of(strategy).call(kind) as call:
+        _check_variables(kind, variables)
+        check_owners(kind, strategy, variables)
+        decay = averages._current_decay()
+        call.agree(
+            f"decay={decay}",
+            *((each.name, str(each.dtype), each.full_shape) for each in variables),
+        )
+    # Once per rank: its replicas share the averages, which would otherwise decay once per replica.
+    context.replica_set_of(strategy).once(functools.partial(averages._follow, variables, decay))
+
+
 def _first_average(variable: Variable) -> Variable:
     average = zero_slot(variable, _SLOT)
-    average._own_storage[...] = variable._own_storage
-    average._settle()
+    own_storage_of(average)[...] = own_storage_of(variable)
+    settle(average)
     return average
 
 
 def _refuse_remote(kind: str, variables: Any) -> None:
     for variable in variables if isinstance(variables, list) else ():
-        if isinstance(variable, Variable) and not variable._placement.is_here:
+        if isinstance(variable, Variable) and not placement_of(variable).is_here:
             raise NotImplementedError(
                 f"{kind}: the variable {variable.name!r} lies on a server, and workers change it "
                 "at different times. Make a variable for its average, and in a closure call "

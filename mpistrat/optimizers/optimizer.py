@@ -21,7 +21,15 @@ from mpistrat.optimizers.agreed_step import (
     summed_in_parts,
     take_together,
 )
-from mpistrat.optimizers.gradients import (
+from mpistrat.optimizers.loss_scale import LossScale
+from mpistrat.optimizers.slots import (
+    PreparedStep,
+    PreparedSteps,
+    Slots,
+    check_can_shard_slots,
+    zero_slot,
+)
+from mpistrat.optimizers.step_gradients import (
     agree_on_gradients,
     check_gradients,
     check_owners,
@@ -33,14 +41,6 @@ from mpistrat.optimizers.gradients import (
     variables_in,
     warn_of_nan,
 )
-from mpistrat.optimizers.loss_scale import LossScale
-from mpistrat.optimizers.slots import (
-    PreparedStep,
-    PreparedSteps,
-    Slots,
-    check_can_shard_slots,
-    zero_slot,
-)
 from mpistrat.optimizers.update import Rule, Target
 from mpistrat.options import VariableAggregation
 from mpistrat.strategies import get_strategy
@@ -50,6 +50,7 @@ from mpistrat.system.text import brief
 from mpistrat.trackable import Dependent, Trackable
 from mpistrat.variables import Variable
 from mpistrat.variables.initial import InitialValue
+from mpistrat.variables.variable import placement_of, storage_of
 
 _OTHER_NAMES = {
     "lr": "learning_rate",
@@ -61,7 +62,15 @@ _OTHER_NAMES = {
 """Attributes of PyTorch's optimizers: Python would create them, and nothing would change."""
 
 
-class Optimizer(context.MadeInScope, Hinted, Trackable, abc.ABC):
+@context.collective("apply_gradients", writes=True, of=context.collectives_of)
+def _apply_in_unit(
+    strategy: context.Strategy, optimizer: Optimizer, pairs: Any, skip_gradients_aggregation: bool
+) -> None:
+    """Call `Optimizer.apply_gradients` within a unit of the ranks of `strategy`."""
+    optimizer.apply_gradients(pairs, skip_gradients_aggregation)
+
+
+class Optimizer(Hinted, Trackable, abc.ABC):
     """Base of optimizers.
 
     **Collective** in a strategy's scope, because it makes the variable `iterations`.
@@ -113,6 +122,7 @@ class Optimizer(context.MadeInScope, Hinted, Trackable, abc.ABC):
 
     _argument_hints = OPTIMIZER_ARGUMENTS
 
+    @context.made_in_scope
     def __init__(
         self,
         learning_rate: float | Callable[[int], float],
@@ -135,7 +145,7 @@ class Optimizer(context.MadeInScope, Hinted, Trackable, abc.ABC):
         vars(self).update(parameters)
         self._constant_parameters = [each for each in parameters if each != "learning_rate"]
         self._parameters_of = operator.attrgetter("learning_rate", *self._constant_parameters)
-        with get_strategy().extended._collectives.call(type(self).__name__) as call:
+        with context.collectives_of(get_strategy()).call(type(self).__name__) as call:
             self._check_parameters()
             call.agree(*self._format_parameters(parameters))
         self.iterations = Variable(
@@ -233,20 +243,20 @@ class Optimizer(context.MadeInScope, Hinted, Trackable, abc.ABC):
         is_list = type(grads_and_vars) in (zip, list)  # as usual: `listed` looks closer
         # A list, because a unit of an elastic job may read the pairs a second time.
         pairs = list(grads_and_vars) if is_list else listed(grads_and_vars)
-        if strategy.extended._is_default:
+        # Its attributes, and not `context.is_default` and the like: every step comes this way.
+        extended: Any = strategy.extended
+        if extended._is_default:
             strategy = owner_among((*variables_in(pairs), self.iterations), strategy)
-        if strategy.extended._is_remote:
-            extended: Any = strategy.extended
+            extended = strategy.extended
+        if extended._is_remote:
             extended._apply_gradients(self, strategy, pairs)
             return
         is_ours = frame is not None and frame.strategy is strategy
         is_replica = is_ours and frame.replica_context is not None  # type: ignore[union-attr]
         summed = is_replica and not skip_gradients_aggregation
-        extended = strategy.extended
-        if not is_replica and extended._collectives.needs_unit:
-            # Inside of run, the whole run is the unit already.
-            again = functools.partial(self.apply_gradients, pairs, skip_gradients_aggregation)
-            extended._as_unit("apply_gradients", again)
+        # Inside of run, the whole run is the unit already.
+        if not is_replica and context.collectives_of(strategy).needs_unit:
+            _apply_in_unit(strategy, self, pairs, skip_gradients_aggregation)
             return
         replicas = extended._replicas
         known: PreparedStep | None = None
@@ -262,7 +272,7 @@ class Optimizer(context.MadeInScope, Hinted, Trackable, abc.ABC):
             step = self._agreed_step(call, strategy, pairs, summed, known, gradients)
         # After the call has ended, because a step may make collectives: new slots, norms, weights
         # of other ranks. Once, because the replicas of a rank share the variables.
-        extended._once(step)
+        extended._replica_set.once(step)
 
     def _agreed_step(
         self,
@@ -284,7 +294,7 @@ class Optimizer(context.MadeInScope, Hinted, Trackable, abc.ABC):
         if known is None:
             gradients, variables = self._checked_pairs(call.kind, strategy, pairs, summed)
         scale = 1.0 if self.loss_scale is None else self.loss_scale._divisor()
-        number = int(self.iterations._storage if known is None else known.iterations)
+        number = int(storage_of(self.iterations) if known is None else known.iterations)
         # Before the ranks agree: a schedule that raises on one rank is then an error of all, and no
         # gradient has been summed.
         rate = self._rate(number)
@@ -358,7 +368,7 @@ class Optimizer(context.MadeInScope, Hinted, Trackable, abc.ABC):
         KeyError
             If there is none yet: slots are made by the first `apply_gradients`, or restored.
         """
-        if not variable._placement.is_here:
+        if not placement_of(variable).is_here:
             self._learn_slots()
         slot = self._slots.find(variable, name)
         if slot is None:
@@ -374,7 +384,7 @@ class Optimizer(context.MadeInScope, Hinted, Trackable, abc.ABC):
 
     def _deferred_slots(self) -> Mapping[str, Callable[[Variable], Variable]]:
         """Return what makes the slots, by name."""
-        if not self.iterations._placement.is_here:
+        if not placement_of(self.iterations).is_here:
             makers: Mapping[str, Callable[[Variable], Variable]]
             makers = self.iterations.strategy.extended._slot_makers(self)
             return makers
@@ -384,7 +394,7 @@ class Optimizer(context.MadeInScope, Hinted, Trackable, abc.ABC):
         }
 
     def _checkpoint_dependents(self) -> list[Dependent]:
-        if not self.iterations._placement.is_here:
+        if not placement_of(self.iterations).is_here:
             self._learn_slots()
         return super()._checkpoint_dependents()
 

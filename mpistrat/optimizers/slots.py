@@ -15,17 +15,18 @@ from mpistrat.agreement.channel import Channel
 from mpistrat.collectives.collectives import CollectiveCall
 from mpistrat.collectives.reduction import Reduction
 from mpistrat.optimizers.device_update import SumsOfSquares
-from mpistrat.optimizers.gradients import prepare_sum
+from mpistrat.optimizers.step_gradients import prepare_sum
 from mpistrat.optimizers.update import Rule, Target, UpdateAll, slot_dtype, sums_of_all
 from mpistrat.replicas.joint_reduction import JointReduction
 from mpistrat.strategies.one_replica import default_strategy
-from mpistrat.system.units import on_undo
+from mpistrat.system import units
 from mpistrat.variables import (
     MirroredVariable,
     Variable,
 )
 from mpistrat.variables.initial import InitialValue
 from mpistrat.variables.placement import Whole
+from mpistrat.variables.variable import own_storage_of, placement_of, storage_of
 
 
 @dataclass
@@ -69,12 +70,12 @@ class Slots:
     def target(self, variable: Variable, names: tuple[str, ...]) -> Target:
         """Return the memory of `variable` and of its slots `names`, which exist."""
         entry = self._entries.setdefault(id(variable), _Entry(variable))
-        weight, slots = variable._own_storage, [entry.slots[name] for name in names]
-        if slots and slots[0]._is_sharded and not variable._placement.is_divided:
+        weight, slots = own_storage_of(variable), [entry.slots[name] for name in names]
+        if slots and slots[0]._is_sharded and not placement_of(variable).is_divided:
             # Every rank holds the whole weight, but only a part of each slot. A rule needs the same
             # elements of both.
-            weight = slots[0]._placement.own(weight)
-        target = entry.targets[names] = Target(weight, [slot._own_storage for slot in slots])
+            weight = placement_of(slots[0]).own(weight)
+        target = entry.targets[names] = Target(weight, [own_storage_of(slot) for slot in slots])
         return target
 
     def placement(self, variable: Variable, names: Iterable[str]) -> Whole:
@@ -84,22 +85,22 @@ class Slots:
         """
         found = [self.find(variable, name) for name in names]
         for each in (variable, *found):
-            if each is not None and each._placement.ranges is not None:
-                return each._placement
-        return variable._placement
+            if each is not None and placement_of(each).ranges is not None:
+                return placement_of(each)
+        return placement_of(variable)
 
     def are_divided(self, variable: Variable, names: Iterable[str], is_sharded: bool) -> bool:
         """Return whether an update of `variable` by the slots `names` is divided over ranks.
 
         Slots that do not exist yet count as what `zero_slot` will make of them.
         """
-        if variable._placement.is_divided:
+        if placement_of(variable).is_divided:
             return True
         found = [self.find(variable, name) for name in names]
         return any(
             _is_divided_slot(variable, is_sharded)
             if slot is None
-            else slot._placement.ranges is not None
+            else placement_of(slot).ranges is not None
             for slot in found
         )
 
@@ -114,12 +115,12 @@ class Slots:
         entry.slots[name] = slot
         # Known targets may refer to the memory of a slot that this one replaces.
         entry.targets.clear()
-        on_undo(functools.partial(entry.forget, name))
+        units.on_undo(functools.partial(entry.forget, name))
 
 
 def check_can_shard_slots(what: str, strategy: Any) -> None:
     """Refuse to divide slots over ranks that are replicas together."""
-    num_ranks = strategy.extended._layout.ranks_per_replica
+    num_ranks = context.layout_of(strategy).ranks_per_replica
     if num_ranks > 1:
         raise NotImplementedError(
             f"{what}: sharded_slots divides slots over replicas of one rank, but a replica of "
@@ -131,7 +132,7 @@ def _is_divided_slot(variable: Variable, is_sharded: bool) -> bool:
     """Return whether `zero_slot` divides the slots of `variable` over ranks."""
     # Those of a central variable are shared already.
     is_mirrored = isinstance(variable, MirroredVariable)
-    return is_sharded and is_mirrored and not variable._placement.is_divided
+    return is_sharded and is_mirrored and not placement_of(variable).is_divided
 
 
 def zero_slot(variable: Variable, name: str, is_sharded: bool = False) -> Variable:
@@ -227,7 +228,7 @@ class PreparedSteps(dict[tuple[int, ...], PreparedStep]):
         # the caller leaves out steps that the ranks divide.
         if not call.channel.transport.has_fast_paths:
             return
-        storages = [variable._storage for variable in variables]
+        storages = [storage_of(variable) for variable in variables]
         if len({type(each) for each in (*gradients, *storages)}) > 1:
             return
         reduction = prepare_sum(call, gradients, variables, parameters)
@@ -238,6 +239,6 @@ class PreparedSteps(dict[tuple[int, ...], PreparedStep]):
         if len(self) >= _MAX_STEPS:
             self.clear()
         key = (id(call.channel), *map(id, variables))
-        memory, joint = counter._storage, call.joint(reduction)
+        memory, joint = storage_of(counter), call.joint(reduction)
         what = variables, counter, memory, reduction, joint, parameters
         self[key] = PreparedStep(call.channel, strategy, *what)

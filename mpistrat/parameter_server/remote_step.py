@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat.arrays import host_view
-from mpistrat.optimizers.gradients import (
+from mpistrat.optimizers.step_gradients import (
     check_gradients,
     check_owners,
     coalesced,
@@ -20,6 +20,7 @@ from mpistrat.optimizers.gradients import (
 )
 from mpistrat.optimizers.update import Step, Target, gradient_factor, slot_dtype
 from mpistrat.parameter_server.remote_variable import RemoteVariable
+from mpistrat.parameter_server.server_job import ServerJob, job_of
 from mpistrat.parameter_server.store import (
     Operation,
     ParameterStore,
@@ -41,7 +42,7 @@ _NO_NUMBERS = frozenset({"weight_decay", "global_clipnorm", "loss_scale", "shard
 def apply_remotely(optimizer: Any, strategy: Any, pairs: Any) -> None:
     """Have the holders of variables take one step: see `Optimizer.apply_gradients`."""
     kind = f"{type(optimizer).__name__}.apply_gradients"
-    extended = strategy.extended
+    job = job_of(strategy)
     given, variables = split_pairs(kind, pairs)
     check_owners(kind, strategy, [*variables, optimizer.iterations])
     plain = [each.name for each in variables if not isinstance(each, RemoteVariable)]
@@ -61,25 +62,25 @@ def apply_remotely(optimizer: Any, strategy: Any, pairs: Any) -> None:
         if gradient is not None
     ]
     factor = gradient_factor([each for each, _ in gradients], 1.0, optimizer.global_clipnorm, False)
-    number = _number_of(optimizer, extended)
+    number = _number_of(optimizer, job)
     # All holders, also those that get no gradient: each of them counts the steps.
     entries: dict[int, list[tuple[bytes, list[np.ndarray]]]] = {
-        holder: [] for holder in extended._holders
+        holder: [] for holder in job.holders
     }
     for gradient, variable in gradients:
         assert isinstance(variable, RemoteVariable)
         for holder, entry in _entries(gradient, variable):
             entries[holder].append(entry)
     head = _parameters(optimizer, factor)
-    extended._client.ask_each(
+    job.client.ask_each(
         kind,
         [(holder, _request(number, head, of_holder)) for holder, of_holder in entries.items()],
     )
 
 
-def _number_of(optimizer: Any, extended: Any) -> int:
+def _number_of(optimizer: Any, job: ServerJob) -> int:
     """Return the number by which messages name an optimizer, that of its creation."""
-    return next(i for i, each in enumerate(extended._optimizers) if each is optimizer)
+    return next(i for i, each in enumerate(job.optimizers) if each is optimizer)
 
 
 def _settled(gradient: Any) -> Any:
@@ -182,26 +183,26 @@ def _target(
     return target
 
 
-def find_slots(optimizer: Any, extended: Any) -> list[tuple[str, RemoteVariable, RemoteVariable]]:
+def find_slots(optimizer: Any, job: ServerJob) -> list[tuple[str, RemoteVariable, RemoteVariable]]:
     """Return name, slot and variable of each slot that the holders have by now."""
-    number = _number_of(optimizer, extended)
+    number = _number_of(optimizer, job)
     request = Request(Operation.SLOTS, number, np.dtype(np.int64))
-    answers = extended._client.ask_each(
+    answers = job.client.ask_each(
         f"slots of {type(optimizer).__name__}",
-        [(holder, request) for holder in extended._holders],
+        [(holder, request) for holder in job.holders],
     )
     keys = {int(key) for (buffer,) in answers for key in buffer.view(np.int64)}
     return [
         (name, _make_slot(optimizer, number, variable, i), variable)
-        for variable in extended._variables
+        for variable in job.variables
         for i, name in enumerate(optimizer._rule.kernel.slots)
         if any(slot_key(part.key, number, i) in keys for part in variable._parts)
     ]
 
 
-def slot_makers(optimizer: Any, extended: Any) -> dict[str, Callable[[Any], RemoteVariable]]:
+def slot_makers(optimizer: Any, job: ServerJob) -> dict[str, Callable[[Any], RemoteVariable]]:
     """Return what makes the slots of a variable as this rank knows them, by name."""
-    number = _number_of(optimizer, extended)
+    number = _number_of(optimizer, job)
     return {
         name: functools.partial(_make_slot, optimizer, number, place=i)
         for i, name in enumerate(optimizer._rule.kernel.slots)

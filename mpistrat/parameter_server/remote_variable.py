@@ -16,6 +16,7 @@ from mpistrat.arrays import Array, host_view
 from mpistrat.collectives.collectives import CollectiveCall
 from mpistrat.collectives.reduction import dtype_name
 from mpistrat.parameter_server.client import ParameterClient, Part
+from mpistrat.parameter_server.server_job import job_of
 from mpistrat.parameter_server.store import WRITES, Operation, Request, slot_key
 from mpistrat.sharding import cut, part_lengths
 from mpistrat.values import IndexedSlices, PerReplica
@@ -38,16 +39,16 @@ class RemoteVariable(Variable):
     def _begin(
         self, call: CollectiveCall, initial: InitialValue
     ) -> tuple[np.ndarray, tuple[int, ...]]:
-        extended = self.strategy.extended
-        extended._check_may_make_variable(self._name)
-        with extended._group.call("Variable", self._name) as agreed:
+        job = job_of(self.strategy)
+        job.check_may_make_variable(self._name)
+        with job.group.call("Variable", self._name) as agreed:
             initial.check()
             whole = None if initial.is_made_in_parts else initial.whole(self._name)
             shape = (initial.shape or ()) if whole is None else whole.shape
             dtype = initial.dtype if whole is None else whole.dtype
             modes = self._checked_modes(dtype)
             ranges = _ranges(shape, initial.num_parts)
-            self._parts = extended._placed(self._name, ranges, initial.is_replicated)
+            self._parts = job.placed(self._name, ranges, initial.is_replicated)
             places = tuple(part.holders for part in self._parts)
             agreed.agree(f"on ranks {places}", (dtype_name(dtype), shape), modes)
             for part in self._parts:
@@ -65,7 +66,7 @@ class RemoteVariable(Variable):
     ) -> None:
         """Bring the initial value of one part to its holders. **Collective**, once agreed."""
         rank, own = call.channel.rank, (len(part.rows), *shape[1:]) if shape else ()
-        store = self.strategy.extended._store
+        store = job_of(self.strategy).store
         store.shapes[part.key] = own
         if whole is None:
             if rank in part.holders:
@@ -90,7 +91,7 @@ class RemoteVariable(Variable):
 
     def _keep(self, storage: Array) -> None:
         """Keep nothing: what this rank holds is in its store."""
-        self.strategy.extended._note_variable(self)
+        job_of(self.strategy).variables.append(self)
 
     @property
     def _storage(self) -> Any:  # type: ignore[override]
@@ -119,14 +120,13 @@ class RemoteVariable(Variable):
 
     @property
     def _client(self) -> ParameterClient:
-        client: ParameterClient = self.strategy.extended._client
-        return client
+        return job_of(self.strategy).client
 
     @property
     def _devices(self) -> tuple[str, ...]:
         """The device string of each part."""
-        extended = self.strategy.extended
-        return tuple(extended._device_of_rank(part.holders[0]) for part in self._parts)
+        job = job_of(self.strategy)
+        return tuple(job.device_of_rank(part.holders[0]) for part in self._parts)
 
     @property
     def device(self) -> str:

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -37,6 +37,9 @@ from mpistrat.values import (
     localize,
     per_replica,
 )
+
+if TYPE_CHECKING:
+    from mpistrat.data.distributed_dataset import DistributedDataset
 
 Show = Callable[[Collectives, Layout], object]
 """Receives the collectives and the layout of the replica that runs, or of the rank."""
@@ -86,6 +89,10 @@ class OneReplica:
         """Return the only result."""
         return results[0]
 
+    def joined_datasets(self, of_replicas: Sequence[DistributedDataset]) -> DistributedDataset:
+        """Return the only one."""
+        return of_replicas[0]
+
     def values_from(self, make: Make) -> Any:
         """Return what `make` creates with each leaf, of any kind, as a `PerReplica`."""
 
@@ -109,7 +116,7 @@ class OneReplica:
         """Call `merge_fn`: see `ReplicaContext.merge_call`."""
         channel = self.ranks.channel
         channel.ledger.merge_calls += 1
-        if strategy.extended._distributes_variables:
+        if context.distributes_variables(strategy):
             args = [per_replica(each) for each in args]
             kwargs = {name: per_replica(each) for name, each in kwargs.items()}
         return localize(_call_merged(channel, strategy, merge_fn, args, kwargs))
@@ -181,6 +188,17 @@ class ReplicaSet:
     def turn_now(self) -> int | None:
         """Return the position of the replica that runs, ``None`` outside of all."""
         return self._turn
+
+    def joined_datasets(self, of_replicas: Sequence[DistributedDataset]) -> DistributedDataset:
+        """Return the distributed dataset of the parts that the replicas of this rank have."""
+        parts = [part for each in of_replicas for part in each._parts]
+        return self._dataset_class(parts, self.ranks, self)
+
+    @property
+    def _dataset_class(self) -> type[DistributedDataset]:
+        from mpistrat.data.distributed_dataset import DistributedDataset  # few programs need it
+
+        return DistributedDataset
 
     def per_replica(self, components: Sequence[Any]) -> PerReplica[Any]:
         """Return the distributed value of the replicas' components."""

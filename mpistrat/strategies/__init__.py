@@ -8,14 +8,13 @@ from mpistrat.replica import ReplicaContext
 from mpistrat.strategies.central import CentralStorageStrategy
 from mpistrat.strategies.cluster_resolver import print_on_chief
 from mpistrat.strategies.extended import StrategyExtended
-from mpistrat.strategies.extended_v1 import MultiStepContext
+from mpistrat.strategies.extended_v1 import MultiStepContext, ParameterServerStrategyV1
 from mpistrat.strategies.mpi import MPIStrategy
 from mpistrat.strategies.one_replica import (
     OneDeviceStrategy,
     default_replica_context,
     default_strategy,
 )
-from mpistrat.strategies.parameter_server_v1 import ParameterServerStrategyV1
 from mpistrat.strategies.strategy import Strategy
 
 __all__ = [
@@ -60,7 +59,7 @@ def has_strategy() -> bool:
     >>> ms.has_strategy()
     False
     """
-    return not get_strategy().extended._is_default
+    return not context.is_default(get_strategy())
 
 
 def in_cross_replica_context() -> bool:
@@ -115,7 +114,7 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
     """
     if strategy is not None and not isinstance(strategy, Strategy):
         raise TypeError(f"experimental_set_strategy takes a strategy or None, not {strategy!r}.")
-    if strategy is None or strategy.extended._is_default:
+    if strategy is None or context.is_default(strategy):
         context.set_base(None)
     else:
         context.set_base(context.Frame(context.Kind.CROSS_REPLICA, strategy))

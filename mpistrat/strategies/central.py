@@ -15,8 +15,8 @@ from mpistrat.collectives.objects import broadcast_object
 from mpistrat.mpi.world import World
 from mpistrat.options import CommunicationOptions
 from mpistrat.strategies.extended import StrategyExtended
-from mpistrat.strategies.groups import RankGroups
 from mpistrat.strategies.mpi import MPIStrategy
+from mpistrat.strategies.rank_groups import RankGroups
 from mpistrat.values import mirror
 from mpistrat.variables import Variable
 from mpistrat.variables.placement import NodeMemory, take_node_memory

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from mpistrat import nests, user_warnings
+from mpistrat import context, nests, user_warnings
 from mpistrat.arguments import as_array, normalize_axes
 from mpistrat.arrays import Array, Device, host_result, is_array, namespace_of, place
 from mpistrat.collectives.axis_reductions import reduce_over_axes
@@ -75,7 +75,7 @@ def parse_place(text: str, num_tasks: int) -> Place:
 def parse_destination(call: CollectiveCall, destination: Any, strategy: Any) -> Place | None:
     """Return the place that a device string names, ``None`` for where the replicas are."""
     if isinstance(destination, str):
-        return _named_place(call, destination, strategy.extended)
+        return _named_place(call, destination, strategy)
     if destination is None:
         raise ValueError(
             f"{call.kind}: destinations is None. Give a variable, a distributed value, an array "
@@ -94,11 +94,11 @@ def parse_destination(call: CollectiveCall, destination: Any, strategy: Any) -> 
     )
 
 
-def _named_place(call: CollectiveCall, text: str, extended: Any) -> Place:
-    where = parse_place(text, extended._layout.num_ranks)
-    device = extended.device
+def _named_place(call: CollectiveCall, text: str, strategy: Any) -> Place:
+    where = parse_place(text, context.layout_of(strategy).num_ranks)
+    device = strategy.extended.device
     if where.task is not None:
-        device = extended._collectives.capabilities.device_of(where.task)
+        device = context.collectives_of(strategy).capabilities.device_of(where.task)
     if where.is_own and device.kind == "gpu":
         where = dataclasses.replace(where, index=device.index)
     if (where.kind, where.index) not in (("cpu", 0), (device.kind, device.index)):
@@ -219,7 +219,7 @@ def reduce_pairs(
             leaf_arrays(call, *nests.flatten(each.rest))
     together = [each.rest for each, task in zip(components, one_task, strict=True) if task is None]
     reduced = iter(all_reduce_nest(call, op, together))
-    results, layout = [], strategy.extended._layout
+    results, layout = [], context.layout_of(strategy)
     for each, task, where in zip(components, one_task, places, strict=True):
         # In the order of the pairs, which all ranks share: each of these is a collective.
         rest = next(reduced) if task is None else _reduce_to_task(call, op, each.rest, task, layout)

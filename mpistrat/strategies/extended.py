@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import itertools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -41,7 +40,7 @@ from mpistrat.strategies.destinations import (
     with_whole_values,
 )
 from mpistrat.strategies.extended_v1 import ExtendedV1
-from mpistrat.strategies.groups import RankGroups
+from mpistrat.strategies.rank_groups import RankGroups
 from mpistrat.system.callsite import failure_site
 from mpistrat.tracing.spans import span
 from mpistrat.values import (
@@ -106,19 +105,16 @@ class StrategyExtended(ExtendedV1):
 
     def __init__(self, collectives: Collectives, groups: RankGroups | None = None) -> None:
         self._set_ranks(collectives, groups or RankGroups.of_one_rank(collectives))
-        self._variable_numbers = itertools.count()
 
     def _set_ranks(self, collectives: Collectives, groups: RankGroups) -> None:
         self._groups, self._shards = groups, groups.shards
         self._replica_set: Replicas
         if collectives.layout.is_shared:
-            self._replica_set = _replica_set_of(collectives)(collectives, self._show)
+            self._replica_set = (collectives.replica_set or ReplicaSet)(collectives, self._show)
             collectives.arithmetic = compare_arithmetic(collectives)
         else:
             self._replica_set = OneReplica(collectives, self._show)
             self._replicas = groups.replicas
-        # On the path of every step.
-        self._once, self._own_of = self._replica_set.once, self._replica_set.own
 
     def _take_over(self, other: StrategyExtended) -> None:
         """Have the ranks of `other`: those that an elastic job has left."""
@@ -138,16 +134,12 @@ class StrategyExtended(ExtendedV1):
     def _copied_for(self, container: Any) -> StrategyExtended:
         """Return a copy for another strategy on the same ranks."""
         old = self._collectives
-        if old.is_elastic:
-            raise NotImplementedError(
-                "A strategy with elastic=True cannot be copied. Make another."
-            )
+        old.check_can_copy("A strategy with elastic=True")
         twin = copy.copy(self)
         twin._container = container
         if not old.is_closed:
             ranks = old.again()
             twin._set_ranks(ranks, self._groups.copied(ranks))
-        twin._variable_numbers = itertools.count()
         return twin
 
     def _close(self) -> None:
@@ -167,7 +159,7 @@ class StrategyExtended(ExtendedV1):
     def _require_scope(self, what: str) -> None:
         """Make sure that `what` is called within `Strategy.scope` or `Strategy.run`."""
         frame = context.current()
-        if frame is None or frame.strategy.extended._is_default:
+        if frame is None or context.is_default(frame.strategy):
             raise ContextError(
                 f"{what} needs the scope of {self._container!r}, but it was called outside of it. "
                 f'Call it inside "with strategy.scope():".'
@@ -188,8 +180,7 @@ class StrategyExtended(ExtendedV1):
         context.require_cross_replica(self._container, "run")
         ranks = self._collectives
         if ranks.is_elastic and ranks.needs_unit:
-            repeated = functools.partial(self.call_for_each_replica, fn, args, kwargs)
-            return ranks.as_unit("run", repeated, writes=True)
+            return self._run_in_unit(fn, args, kwargs)
         ledger = ranks.channel.ledger
         # Counted and not compared: `run` sends nothing. If a later collective differs, the report
         # shows which rank is how many runs ahead.
@@ -198,6 +189,12 @@ class StrategyExtended(ExtendedV1):
             for batch in batches_of(each):
                 ledger.note_batch(batch)
         return self._run(fn, args, kwargs or {})
+
+    @context.collective("run", writes=True)
+    def _run_in_unit(
+        self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
+    ) -> Any:
+        return self.call_for_each_replica(fn, args, kwargs)
 
     def _run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return what `call_for_each_replica` does, once that is checked."""
@@ -559,14 +556,6 @@ class StrategyExtended(ExtendedV1):
         """The numbers of the replicas of this rank. Local."""
         return self._layout.local_replicas
 
-    def _as_unit(self, what: str, write: Callable[[], None]) -> None:
-        """Do `write`: see `RunsUnits.as_unit`."""
-        self._collectives.as_unit(what, write, writes=True)
-
-    def _on_replicas(self, function: Callable[[], Any]) -> Any:
-        """Return what `function` returns, called as each replica of this rank; of the first."""
-        return self._replica_set.each(function)[0]
-
     def _make_together(self, make: Callable[[], Any], name: str | None, modes: str) -> Any:
         """Return the variable called `name` that the replicas of this rank make."""
         what = f"Variable of {name!r}{modes}"
@@ -600,19 +589,8 @@ class StrategyExtended(ExtendedV1):
 
     def _distributed(self, distribute: Callable[[], DistributedDataset]) -> DistributedDataset:
         """Return what `distribute` returns for the replicas of this rank, joined."""
-        of_replicas = self._replica_set.each(distribute)
-        is_one = self._replica_set.is_one
-        return self._owned(of_replicas[0] if is_one else self._joined_datasets(of_replicas))
-
-    def _joined_datasets(self, of_replicas: Sequence[DistributedDataset]) -> DistributedDataset:
-        from mpistrat.data.distributed_dataset import DistributedDataset
-
-        parts = [part for each in of_replicas for part in each._parts]
-        if self._collectives.is_elastic:
-            from mpistrat.elastic.dataset import ElasticDataset
-
-            return ElasticDataset(parts, self._replica_set)
-        return DistributedDataset(parts, self._collectives, self._replica_set)
+        replicas = self._replica_set
+        return self._owned(replicas.joined_datasets(replicas.each(distribute)))
 
     def _owned(self, dataset: DistributedDataset) -> DistributedDataset:
         dataset.strategy = self._container
@@ -631,12 +609,3 @@ class StrategyExtended(ExtendedV1):
         return self._replica_set.values_from(
             lambda ids: [value_fn(ValueContext(each, num_replicas)) for each in ids]
         )
-
-
-def _replica_set_of(ranks: Collectives) -> type[ReplicaSet]:
-    """Return the class of the replica set of ranks that share the replicas."""
-    if not ranks.is_elastic:
-        return ReplicaSet
-    from mpistrat.elastic.values import ElasticReplicaSet  # most programs want none of it
-
-    return ElasticReplicaSet

@@ -1,10 +1,10 @@
-"""StrategyExtended, version 1: what tf.distribute keeps for older programs."""
+"""Version 1 of tf.distribute: methods of StrategyExtended, and a strategy that refuses."""
 
 from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -377,3 +377,25 @@ class ExtendedV1(abc.ABC):
 
 def _stacked(leaf: Any) -> Any:
     return np.stack(leaf) if isinstance(leaf, list) else leaf
+
+
+class _Refusing:
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # what Python itself asks for
+            raise AttributeError(name)
+        self()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(
+            "ParameterServerStrategyV1 belongs to TensorFlow's Estimators, which mpistrat has not. "
+            "Its second version is ParameterServerStrategy(num_ps=0, variable_partitioner=None, "
+            "comm=None) with coordinator.ClusterCoordinator(strategy)."
+        )
+
+    def __repr__(self) -> str:
+        return "<ParameterServerStrategyV1, which is not here>"
+
+
+ParameterServerStrategyV1 = _Refusing()
+"""The first version of TensorFlow's parameter server. Its attributes and calls raise
+`NotImplementedError`, which names the second version."""

@@ -42,7 +42,7 @@ from mpistrat.strategies.devices import (
     prepare_device,
 )
 from mpistrat.strategies.extended import StrategyExtended
-from mpistrat.strategies.groups import open_groups
+from mpistrat.strategies.rank_groups import open_groups
 from mpistrat.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -269,7 +269,7 @@ class MPIStrategy(Strategy):
             _warn_of_missing_kernels()
         kind_of_ranks = Collectives
         if elastic:  # most programs want none of it
-            from mpistrat.elastic.collectives import ElasticCollectives
+            from mpistrat.elastic.job import ElasticCollectives
 
             kind_of_ranks = ElasticCollectives
         ranks = kind_of_ranks(
@@ -306,7 +306,7 @@ class MPIStrategy(Strategy):
     def __repr__(self) -> str:
         num_nodes = len(self._cluster_resolver.hosts)
         nodes = "1 node" if num_nodes == 1 else f"{num_nodes} nodes"
-        layout = self.extended._layout
+        layout = context.layout_of(self)
         part = f", {layout.part}," if layout.part else ""
         return (
             f"<{type(self).__name__} rank {self.rank} of {self.size}{part} on "

@@ -273,5 +273,5 @@ class OneDeviceStrategy(Strategy):
         return ClusterResolver(0, 1, 0, (host,), launcher.name)
 
     def __repr__(self) -> str:
-        part = self.extended._layout.part
+        part = context.layout_of(self).part
         return f"<OneDeviceStrategy{f' {part}' if part else ''} on {self.extended.device}>"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, overload
@@ -32,7 +33,6 @@ from mpistrat.strategies.cluster_resolver import ClusterResolver
 from mpistrat.strategies.destinations import warn_of_empty_parts
 from mpistrat.strategies.extended import StrategyExtended
 from mpistrat.strategies.extended_v1 import InputIterator
-from mpistrat.strategies.replica_arguments import explained_call
 from mpistrat.system.hints import Hinted
 from mpistrat.values import DistributedValues, Number, PerReplica, T, localize
 from mpistrat.variables import Variable
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from mpistrat.data.distributed_dataset import DistributedDataset
     from mpistrat.data.iterators import ElementIterator
     from mpistrat.options import InputContext
+
 
 ValueT = TypeVar("ValueT", bound="np.ndarray | Number")
 
@@ -80,7 +81,7 @@ class Strategy(Hinted):
     @property
     def num_replicas_in_sync(self) -> int:
         """Number of replicas whose gradients are reduced together. Local."""
-        return self._extended._layout.num_replicas
+        return context.layout_of(self).num_replicas
 
     def close(self) -> None:
         """Free communicators, descriptors, threads and shared memory that no other strategy uses.
@@ -522,17 +523,18 @@ class Strategy(Hinted):
         parts = self._as_replicas(
             "scatter", value, lambda group, own: group.scatter(own, root, options)
         )
-        return self._extended._replica_set.joined(parts)
+        return context.replica_set_of(self).joined(parts)
 
     def _as_replicas(
         self, kind: str, value: Any, collective: Callable[[_Replicas, Any], Any]
     ) -> list[Any]:
         """Return the result of each replica of this rank. **Collective**."""
         context.require_cross_replica(self, kind)
-        group = _Replicas(self._extended)
-        return self._extended._replica_set.with_components(
+        group = _Replicas(self)
+        results: list[Any] = context.replica_set_of(self).with_components(
             kind, value, lambda own: collective(group, localize(own))
         )
+        return results
 
     # Names that steer graphs and sessions.
 
@@ -588,7 +590,7 @@ class Strategy(Hinted):
         >>> strategy.experimental_split_to_logical_devices(np.ones((2, 3)), [1, 1]).shape
         (2, 3)
         """
-        kind, layout = "experimental_split_to_logical_devices", self._extended._layout
+        kind, layout = "experimental_split_to_logical_devices", context.layout_of(self)
         value = localize(tensor)
         array = value if is_tensor(value) else as_array(kind, value)
         shape = tuple(array.shape)
@@ -626,7 +628,7 @@ class Strategy(Hinted):
             If no rank of a replica has the number `logical_device_id`.
         """
         what = "experimental_assign_to_logical_device: logical_device_id"
-        as_integer(what, logical_device_id, 0, self._extended._layout.ranks_per_replica - 1)
+        as_integer(what, logical_device_id, 0, context.layout_of(self).ranks_per_replica - 1)
         return tensor
 
     def experimental_replicate_to_logical_devices(self, tensor: T) -> T:
@@ -729,14 +731,49 @@ class Strategy(Hinted):
     @property
     def _layout(self) -> Layout:
         """Where this rank is among all, whichever of its replicas runs."""
-        return self._extended._layout
+        return context.layout_of(self)
 
 
 class _Replicas(GroupCollectives):
     """The collectives of the replicas of a strategy, outside of `Strategy.run`."""
 
-    def __init__(self, extended: StrategyExtended) -> None:
-        self._extended = extended
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
 
     def _group(self) -> Collectives:
-        return self._extended._replicas
+        return context.replicas_of(self._strategy)
+
+
+def explained_call(
+    error: TypeError, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> TypeError:
+    """Return `error`, or one with a hint if `fn` cannot be called with these arguments."""
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # not a function, or one in C
+        return error
+    if _fits(signature, args, kwargs):
+        return error  # raised inside of fn
+    hint = ""
+    first = args[0] if len(args) == 1 else None
+    if isinstance(first, list | tuple) and _fits(signature, first, kwargs):
+        hint = (
+            f"args=(batch,) passes the {type(first).__name__} of {len(first)} as one argument. "
+            "Write args=batch, or let the function take one parameter"
+        )
+    elif isinstance(first, dict) and _fits(signature, (), {**kwargs, **first}):
+        hint = "args=(batch,) passes the dict as one argument. Write kwargs=batch"
+    elif len(args) > 1 and _fits(signature, (args,), kwargs):
+        hint = f"args=batch passes {len(args)} arguments. Write args=(batch,) to pass them as one"
+    if not hint:
+        return error
+    explained = TypeError(f"run: {error}. {hint}.")
+    return explained.with_traceback(error.__traceback__)
+
+
+def _fits(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[Any, Any]) -> bool:
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True

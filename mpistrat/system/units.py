@@ -18,6 +18,8 @@ class RunsUnits:
 
     is_elastic = False
     """Whether calls are repeated without the ranks that are lost meanwhile."""
+    replica_set: type[Any] | None = None
+    """The class of the replicas of a rank, where it is not the usual one."""
 
     @property
     def needs_unit(self) -> bool:
@@ -37,6 +39,9 @@ class RunsUnits:
 
     def note_variable(self, variable: Any) -> None:
         """Return `variable` to what it was before a unit that is repeated: none is here."""
+
+    def check_can_copy(self, what: str) -> None:
+        """Refuse to copy `what`, which a unit that is repeated could not return: here it could."""
 
     def note_optimizer(self, optimizer: Any) -> None:
         """Have `optimizer` prepare its steps again after a loss: there is none here."""

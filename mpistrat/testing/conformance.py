@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mpistrat import context
 from mpistrat.comm.ops import combine
 from mpistrat.comm.wire import accumulator_dtype, cast, wire_dtype
 from mpistrat.data import Dataset
@@ -53,7 +54,7 @@ def assert_all_ranks(strategy: Strategy, condition: Any, message: str = "") -> N
     --------
     >>> ms.testing.assert_all_ranks(strategy, strategy.size > 0, "there are ranks")
     """
-    answers = strategy.extended._collectives.gather_json(bool(condition), "assert_all_ranks")
+    answers = context.collectives_of(strategy).gather_json(bool(condition), "assert_all_ranks")
     wrong = [rank for rank, answer in enumerate(answers) if not answer]
     if wrong:
         text = f"false on {rank_list(wrong)} of {len(answers)}"

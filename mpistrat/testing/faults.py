@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mpistrat import context
 from mpistrat.agreement.channel import Channel
 from mpistrat.errors import ContextError
 from mpistrat.faults import Fault, Injection, read_fault
@@ -88,7 +89,7 @@ def _channel_of(strategy: Strategy | None) -> Channel:
     if strategy is None and has_strategy():
         strategy = get_strategy()
     if strategy is not None:
-        channel: Channel = strategy.extended._collectives.channel
+        channel: Channel = context.collectives_of(strategy).channel
         return channel
     over_all: Channel = attached(communicator(None), "channel", _refuse)
     return over_all

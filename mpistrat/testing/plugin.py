@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from mpistrat import context
 from mpistrat.strategies import MPIStrategy
 from mpistrat.testing.launch import rank_and_size
 
@@ -117,7 +118,7 @@ def strategy() -> MPIStrategy:
 @pytest.fixture
 def shared_tmp_path(strategy: MPIStrategy, tmp_path: Path) -> Path:
     """A new folder, the same one on every rank. **Collective**."""
-    return Path(strategy.extended._collectives.broadcast_json(str(tmp_path), kind="tmp_path"))
+    return Path(context.collectives_of(strategy).broadcast_json(str(tmp_path), kind="tmp_path"))
 
 
 def pytest_configure(config: pytest.Config) -> None:

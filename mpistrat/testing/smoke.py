@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat import hdf5
+from mpistrat import context, hdf5
 from mpistrat.arrays import host_copy, is_on_host
 from mpistrat.checkpoint import Checkpoint
 from mpistrat.checkpoint.reader import open_checkpoint
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (LaunchError, ImportError, RuntimeError) as error:
         print(f"smoke: MPI does not start: {error}", file=sys.stderr)
         return 1
-    collectives = strategy.extended._collectives
+    collectives = context.collectives_of(strategy)
     rank, size = collectives.rank, collectives.size
     folder = None
     with collectives.all_or_none("smoke"):
@@ -122,11 +122,11 @@ def _installation(job: _Job) -> str:
 
 
 def _launch(job: _Job) -> str:
-    (ranks,) = {tuple(job.strategy.extended._collectives.gather_json(job.rank, "smoke"))}
+    (ranks,) = {tuple(context.collectives_of(job.strategy).gather_json(job.rank, "smoke"))}
     _expect(ranks, range(job.size), "ranks")
     device = job.strategy.extended.device
     own = device.gpu_identity() if job.uses_gpu else None
-    gpus = job.strategy.extended._collectives.gather_json(own, "smoke")
+    gpus = context.collectives_of(job.strategy).gather_json(own, "smoke")
     who = f"{job.size} rank{'s' if job.size > 1 else ''}"
     return f"{who} found each other, {_describe_gpus(gpus)}"
 
@@ -188,13 +188,13 @@ def _data(job: _Job) -> str:
         with hdf5.h5py().File(path, "w") as file:
             x = np.arange(_NUM_EXAMPLES, dtype=np.float32)
             file.create_dataset("x", data=x, chunks=(16,), compression="gzip")
-    job.strategy.extended._collectives.gather_json(None, "smoke")  # until it is there
+    context.collectives_of(job.strategy).gather_json(None, "smoke")  # until it is there
     data = Dataset.from_hdf5(str(path), "x").shuffle(seed=1).batch(_BATCH)
     batches = job.strategy.experimental_distribute_dataset(data)
     own: list[float] = []
     for batch in batches:
         job.strategy.run(lambda part: own.append(float(part.sum())), (batch,))
-    of_ranks = job.strategy.extended._collectives.gather_json(sum(own), "smoke")
+    of_ranks = context.collectives_of(job.strategy).gather_json(sum(own), "smoke")
     _expect(sum(of_ranks), _NUM_EXAMPLES * (_NUM_EXAMPLES - 1) / 2, "sum of all examples")
     return f"{_NUM_EXAMPLES} shuffled rows of a gzip-compressed HDF5 file"
 

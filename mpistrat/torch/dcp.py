@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from mpistrat import context
 from mpistrat.checkpoint.format import Header, check_path, checked_path
 from mpistrat.checkpoint.object_graph import check_disjoint
 from mpistrat.checkpoint.raw_io import (
@@ -323,7 +324,7 @@ def _header(step: int, num_ranks: int) -> Header:
     strategy = world_strategy()
     library = "none"
     if strategy is not None:
-        library = strategy.extended._collectives.channel.transport.library
+        library = context.collectives_of(strategy).channel.transport.library
     return Header(step=step, num_replicas=num_ranks, mpi_library=library)
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from mpi4py import MPI
 
+from mpistrat import context
 from mpistrat.agreement.channel import Channel
 from mpistrat.errors import CollectiveError
 from mpistrat.strategies.mpi import MPIStrategy
@@ -37,7 +38,7 @@ class Group(Operations, Messages):
         self._comm = comm
         self._messages = comm.Dup()
         self._strategy = MPIStrategy(comm, "cpu", options.communication_options)
-        self._collectives = self._strategy.extended._collectives
+        self._collectives = context.collectives_of(self._strategy)
         self._collectives.name_of_close = "torch.destroy_process_group"
         self.set_timeout(timeout)
         self._queue = GroupQueue(f"mpistrat-group-{name}", self._collectives.channel)

@@ -198,7 +198,7 @@ def check_is_of_ranks(kind: str) -> None:
     frame = context.current()
     if frame is None or frame.kind is not context.Kind.REPLICA:
         return
-    if frame.strategy.extended._layout.is_shared:
+    if context.layout_of(frame.strategy).is_shared:
         raise ContextError(
             f"{kind} is of the ranks, but it was called in a replica of {frame.strategy!r}, of "
             "which a rank may have several. Use the collectives of get_replica_context(), or its "

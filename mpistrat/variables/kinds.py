@@ -23,7 +23,7 @@ def warn_of_nan(variable: Variable, write: Write, checked: Any) -> None:
     """Warn if the replica that runs writes a NaN because its part of a batch is empty."""
     if user_warnings.empty_parts:
         named = [(f"{write.how} of {variable.name!r}", each) for each in write.arrays(checked)]
-        user_warnings.warn_of_nan(variable.strategy.extended._layout.replica_id, named)
+        user_warnings.warn_of_nan(context.layout_of(variable.strategy).replica_id, named)
 
 
 class WrittenTogether(Variable):
@@ -42,9 +42,9 @@ class WrittenTogether(Variable):
             merged = self._merged(write, value)
             # The replicas of a rank share the storage, so one of them writes for all. If each did,
             # an assign_add would count once per replica.
-            self.strategy.extended._once(lambda: self._apply(write, merged))
+            context.replica_set_of(self.strategy).once(lambda: self._apply(write, merged))
         elif kind is context.Kind.CROSS_REPLICA:
-            self._ranks.as_unit(
+            self._in_unit(
                 f"Variable.{write.how}",
                 lambda: self._apply(write, self._agreed(write, value)),
                 writes=(self,),
@@ -77,7 +77,7 @@ class WrittenTogether(Variable):
         return own
 
     def _merged(self, write: Write, value: Any) -> Any:
-        with self.strategy.extended._replicas.call(f"Variable.{write.how}", self.name) as call:
+        with context.replicas_of(self.strategy).call(f"Variable.{write.how}", self.name) as call:
             # Raised inside of the call, so that it is the error of all ranks, and none waits for
             # another.
             if self.aggregation is VariableAggregation.NONE:
@@ -128,13 +128,15 @@ class SyncOnReadVariable(Variable):
         """The component of the replica that runs; outside of all, that of the first one here."""
         if len(self._components) == 1:
             return self._storage
-        own: Array = self.strategy.extended._own_of(self._components)
+        own: Array = context.replica_set_of(self.strategy).own(self._components)
         return own
 
     @property
     def values(self) -> tuple[Array, ...]:
         """The components on this rank, in order of the replicas. Local."""
-        return tuple(map(read_only, self.strategy.extended._replica_set.running(self._components)))
+        return tuple(
+            map(read_only, context.replica_set_of(self.strategy).running(self._components))
+        )
 
     def value(self) -> Array:
         """Return the local component, or the aggregated value in cross-replica context.
@@ -148,7 +150,7 @@ class SyncOnReadVariable(Variable):
         """
         if self._kind() is not context.Kind.CROSS_REPLICA:
             return read_only(self._component)
-        value: Array = self._ranks.as_unit(_READ, lambda: self._on_replicas(self._value_of_all))
+        value: Array = self._in_unit(_READ, lambda: self._on_replicas(self._value_of_all))
         return value
 
     def _value_of_all(self) -> Array:
@@ -166,7 +168,7 @@ class SyncOnReadVariable(Variable):
         elif kind is context.Kind.UPDATE:
             self._on_replicas(lambda: self._write_component(write, value))
         else:
-            self._ranks.as_unit(
+            self._in_unit(
                 f"Variable.{write.how}",
                 lambda: self._on_replicas(lambda: self._write_of_all(write, value)),
                 writes=True,
@@ -202,7 +204,7 @@ class SyncOnReadVariable(Variable):
         write.apply(self._component, share)
 
     def _on_replicas(self, function: Callable[[], Any]) -> Any:
-        return self.strategy.extended._on_replicas(function)
+        return context.replica_set_of(self.strategy).each(function)[0]
 
     def _check_is_dense(self, write: Write) -> None:
         if not isinstance(write, DenseWrite):
@@ -243,8 +245,7 @@ class SyncOnReadVariable(Variable):
 
     @property
     def _replicas(self) -> Collectives:
-        replicas: Collectives = self.strategy.extended._replicas
-        return replicas
+        return context.replicas_of(self.strategy)
 
     def _component_to_save(self) -> Array | None:
         """Return the aggregate on the first replica, ``None`` elsewhere. **Collective**."""
@@ -283,7 +284,7 @@ class SyncOnReadVariable(Variable):
     def _load_value(self, array: np.ndarray) -> None:
         """Set the component of each replica here: value / N under SUM, else the value."""
         load = super()._load_value
-        self._ranks.as_unit("restore", lambda: self._on_replicas(lambda: load(array)), writes=True)
+        self._in_unit("restore", lambda: self._on_replicas(lambda: load(array)), writes=True)
 
     def _load_piece(self, start: int, piece: np.ndarray) -> None:
         load = super()._load_piece
@@ -293,11 +294,8 @@ class SyncOnReadVariable(Variable):
         return self._share(array)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncOnReadVariable:
-        if self._ranks.is_elastic:
-            raise NotImplementedError(
-                f"The SyncOnRead variable {self.name!r} of a strategy with elastic=True cannot be "
-                "copied. Make another one."
-            )
+        what = f"The SyncOnRead variable {self.name!r} of a strategy with elastic=True"
+        self._ranks.check_can_copy(what)
         twin = object.__new__(type(self))
         vars(twin).update(vars(self))
         memo[id(self)] = twin
@@ -334,4 +332,4 @@ def load_components(variable: SyncOnReadVariable, components: Mapping[int, np.nd
         for replica, storage in zip(ids, variable._components, strict=True):
             storage[...] = place(components[replica], device)
 
-    variable._ranks.as_unit("restore", load, writes=True)
+    variable._in_unit("restore", load, writes=True)

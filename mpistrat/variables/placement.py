@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from mpistrat import context
 from mpistrat.arrays import Array, Device, host_view, namespace_of, native, place, taken
 from mpistrat.collectives.collectives import CollectiveCall, Collectives
 from mpistrat.collectives.operations.broadcast import broadcast
@@ -21,14 +22,14 @@ from mpistrat.sharding import Box, cut
 from mpistrat.system.text import readable_size
 from mpistrat.values import IndexedSlices
 from mpistrat.variables.axis_split import AxisSplit
-from mpistrat.variables.exchange import (
+from mpistrat.variables.initial import InitialValue
+from mpistrat.variables.row_exchange import (
     Partition,
     collect_rows,
     gather_rows,
     scatter_rows,
     send_rows,
 )
-from mpistrat.variables.initial import InitialValue
 from mpistrat.variables.slice_writes import SliceWrite
 from mpistrat.variables.writes import Target, Write
 
@@ -43,8 +44,7 @@ class Making(NamedTuple):
     """What a placement needs to know of the variable that is being made."""
 
     name: str
-    extended: Any
-    """Of its strategy."""
+    strategy: context.Strategy
     split_axis: int | None
     modes: Callable[[np.dtype], tuple[object, ...]]
     """Returns what the ranks must agree on besides shape and dtype."""
@@ -340,10 +340,10 @@ class NodeMemory(Flat):
     is_in_parts = False
 
     def __init__(
-        self, shape: tuple[int, ...], partition: Partition, rank: int, extended: Any
+        self, shape: tuple[int, ...], partition: Partition, rank: int, strategy: context.Strategy
     ) -> None:
         super().__init__(shape, partition, rank)
-        self._extended = extended
+        self._strategy = strategy
         self._on_device: Array | None = None
         """A copy for the replica, until the next write."""
 
@@ -355,7 +355,7 @@ class NodeMemory(Flat):
         dtype = initial.dtype if whole is None else whole.dtype
         call.agree((dtype_name(dtype), shape), by.modes(dtype))
         size, rank = math.prod(shape), call.channel.rank
-        made = cls(shape, _partition(size, None, call.channel.size), rank, by.extended)
+        made = cls(shape, _partition(size, None, call.channel.size), rank, by.strategy)
         memory = take_node_memory(call, size * dtype.itemsize, f"The variable {by.name!r}")
         storage = memory.view(dtype).reshape(shape)
         if whole is not None:
@@ -375,14 +375,14 @@ class NodeMemory(Flat):
 
     def memory(self, storage: Array) -> Array:
         """Return `storage`, or raise once the strategy is closed, which takes it back."""
-        collectives = self._extended._collectives
+        collectives = context.collectives_of(self._strategy)
         if collectives.is_closed and collectives.channel.closed is not None:
             raise collectives.channel.closed
         return storage
 
     def view(self, storage: Array) -> Array:
         """Return a read-only view; on a GPU a copy, made once after each write."""
-        memory, device = self.memory(storage), self._extended._collectives.device
+        memory, device = self.memory(storage), context.collectives_of(self._strategy).device
         if device.kind == "cpu":
             return read_only(memory)
         if self._on_device is None:
@@ -409,7 +409,7 @@ class NodeMemory(Flat):
     def settle(self, name: str) -> None:
         """Wait until every rank has written its part. **Collective**."""
         self.note_written()
-        collectives = self._extended._collectives
+        collectives = context.collectives_of(self._strategy)
         if collectives.size > 1:
             # Otherwise a fast rank would read elements that a slow one has yet to write.
             with collectives.call("write of central variable", name) as call:
@@ -439,8 +439,8 @@ class NodeMemory(Flat):
 
     def copied(self, name: str, storage: Array) -> tuple[Whole, Array]:
         """Return placement and memory of a copy. **Collective**."""
-        twin = type(self)(self.shape, self.partition, self._rank, self._extended)
-        with self._extended._collectives.call("copy of central variable", name) as call:
+        twin = type(self)(self.shape, self.partition, self._rank, self._strategy)
+        with context.collectives_of(self._strategy).call("copy of central variable", name) as call:
             call.agree()
             memory = take_node_memory(call, storage.nbytes, f"A copy of {name!r}")
             copy = memory.view(storage.dtype).reshape(storage.shape)
@@ -455,15 +455,15 @@ class Axis(Whole):
 
     is_in_parts = True
 
-    def __init__(self, split: AxisSplit, extended: Any) -> None:
+    def __init__(self, split: AxisSplit, strategy: context.Strategy) -> None:
         super().__init__(split.shape)
-        self._split, self._extended = split, extended
+        self._split, self._strategy = split, strategy
 
     @classmethod
     def make(cls, call: CollectiveCall, initial: InitialValue, by: Making) -> Made:
         """Place a new variable. **Collective**."""
         initial.check()
-        axis, layout = by.split_axis, by.extended._layout
+        axis, layout = by.split_axis, context.layout_of(by.strategy)
         assert axis is not None
         whole = None if initial.is_made_in_parts else initial.whole(by.name)
         shape = (initial.shape or ()) if whole is None else whole.shape
@@ -480,7 +480,7 @@ class Axis(Whole):
                 # The replicas must begin with the same bits, but each has called the function,
                 # which may draw random numbers.
                 own = _of_first_replica(call, by, own)
-        return cls(split, by.extended), np.array(own, order="C"), own.shape
+        return cls(split, by.strategy), np.array(own, order="C"), own.shape
 
     @property
     def box(self) -> Box:
@@ -490,7 +490,7 @@ class Axis(Whole):
     @property
     def saves_own(self) -> bool:
         """Whether this rank is of the first replica."""
-        return bool(self._extended._layout.replica_id == 0)
+        return bool(context.layout_of(self._strategy).replica_id == 0)
 
     @property
     def num_holders(self) -> int:
@@ -501,7 +501,7 @@ class Axis(Whole):
         self, ranks: Collectives, name: str, dtype: np.dtype, storage: Array | None
     ) -> Iterator[np.ndarray | None]:
         """Yield the whole in its flat order, some at a time, on rank 0. **Collective**."""
-        layout, mine = self._extended._layout, np.empty(0, dtype)
+        layout, mine = context.layout_of(self._strategy), np.empty(0, dtype)
         for number, slab in enumerate(self._split.slabs(_elements_per_piece(dtype))):
             counts = [0] * layout.num_ranks
             # The ranks of the first replica are the first ones of all, and only they send. The
@@ -589,10 +589,10 @@ def _agree_on_parts(
 
 def _of_first_replica(call: CollectiveCall, by: Making, own: np.ndarray) -> np.ndarray:
     """Return the part that the first replica has made. **Collective**."""
-    if by.extended._replicas is by.extended._collectives:
+    if context.replicas_of(by.strategy) is context.collectives_of(by.strategy):
         # Here the replicas communicate on the channel of `call`, where a second call inside of the
         # first would be refused as an overlap.
         return broadcast(call, own)
-    with by.extended._replicas.call(call.kind, by.name) as among_replicas:
+    with context.replicas_of(by.strategy).call(call.kind, by.name) as among_replicas:
         part: np.ndarray = broadcast(among_replicas, own)
         return part

@@ -11,9 +11,9 @@ import numpy.typing as npt
 from mpistrat.arrays import Array, host_view, namespace_of, place, taken
 from mpistrat.settings import settings
 from mpistrat.system.text import readable_size
-from mpistrat.variables.exchange import fetch_rows
 from mpistrat.variables.kinds import WrittenTogether
 from mpistrat.variables.placement import Flat, Rows
+from mpistrat.variables.row_exchange import fetch_rows
 from mpistrat.variables.writes import ASSIGN, DenseWrite, Write
 
 

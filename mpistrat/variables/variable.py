@@ -31,7 +31,7 @@ from mpistrat.options import VariableAggregation, VariableSynchronization
 from mpistrat.system.text import html_table, readable_size, small_values
 from mpistrat.values import DistributedValues, IndexedSlices, register_storage
 from mpistrat.variables.initial import InitialValue
-from mpistrat.variables.names import default_name, note_given_name
+from mpistrat.variables.names import names_of
 from mpistrat.variables.placement import Making, Whole, read_only
 from mpistrat.variables.slice_writes import (
     BATCH_SCATTER_UPDATE,
@@ -62,9 +62,14 @@ _HOST = Device("cpu")
 def _extended_in_scope() -> Any | None:
     """Return the extended interface of the strategy whose variables are made here, if any."""
     frame = context.current()
-    if frame is None or not frame.strategy.extended._distributes_variables:
+    if frame is None or not context.distributes_variables(frame.strategy):
         return None
     return frame.strategy.extended
+
+
+@context.collective("Variable", of=context.ranks_in_scope)
+def _made_in_scope(make: Callable[[], Variable]) -> Variable:
+    return make()
 
 
 class Variable(NDArrayOperatorsMixin):
@@ -168,13 +173,9 @@ class Variable(NDArrayOperatorsMixin):
             self._make(initial, name, modes)
             return self
 
-        if frame is None:
-            return make()
-        made: Variable
-        if frame.kind is context.Kind.REPLICA:
-            made = frame.strategy.extended._make_together(make, name, modes.text)
-        else:
-            made = frame.collectives.as_unit("Variable", make)
+        if frame is None or frame.kind is not context.Kind.REPLICA:
+            return _made_in_scope(make)
+        made: Variable = frame.strategy.extended._make_together(make, name, modes.text)
         return made
 
     def __init__(
@@ -201,7 +202,8 @@ class Variable(NDArrayOperatorsMixin):
             self._synchronization = VariableSynchronization.ON_WRITE
         self._aggregation = modes.aggregation
         collectives = frame.collectives if frame else Collectives.solo(_HOST)
-        self._name = default_name(self._strategy) if name is None else name
+        names = names_of(self._strategy)
+        self._name = names.next_default() if name is None else name
         self._num_parts = initial.num_parts
         with collectives.call("Variable", self._name) as call:
             self._split_axis = initial.split_axis(self._name)
@@ -209,7 +211,7 @@ class Variable(NDArrayOperatorsMixin):
         # A counter is read by Python at each step, which would wait for the device.
         device = _HOST if initial.is_replicated else self._placement.device(collectives.device)
         storage = place(value, device)
-        note_given_name(self._strategy, self._name)
+        names.take(self._name)
         is_merged = extended is not None and not on_read and self._placement.is_here
         self._target = Target(
             self._name, shape, value.dtype, device, modes.aggregation, is_mirrored=is_merged
@@ -227,8 +229,7 @@ class Variable(NDArrayOperatorsMixin):
         self, call: CollectiveCall, initial: InitialValue
     ) -> tuple[np.ndarray, tuple[int, ...]]:
         """Return the local component at the start, and the shape of values. **Collective**."""
-        extended = None if self._strategy is None else self._strategy.extended
-        making = Making(self._name, extended, self._split_axis, self._checked_modes)
+        making = Making(self._name, self._strategy, self._split_axis, self._checked_modes)
         self._placement, value, shape = (initial.placement or Whole).make(call, initial, making)
         return value, shape
 
@@ -255,10 +256,6 @@ class Variable(NDArrayOperatorsMixin):
         """
         return self._placement.memory(self._component)
 
-    def _settle(self) -> None:
-        """Do what is needed once this rank has updated its `_own_storage`."""
-        self._placement.settle(self._name)
-
     @property
     def name(self) -> str:
         """The name that was given, or the default one. Local."""
@@ -267,8 +264,7 @@ class Variable(NDArrayOperatorsMixin):
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the value, equal on all ranks but where it is split. Local."""
-        shape: tuple[int, ...] = self._target.shape
-        return shape
+        return self._target.shape
 
     @property
     def full_shape(self) -> tuple[int, ...]:
@@ -283,8 +279,7 @@ class Variable(NDArrayOperatorsMixin):
     @property
     def dtype(self) -> np.dtype:
         """Dtype of the value. Local."""
-        dtype: np.dtype = self._target.dtype
-        return dtype
+        return self._target.dtype
 
     @property
     def trainable(self) -> bool:
@@ -425,8 +420,7 @@ class Variable(NDArrayOperatorsMixin):
 
     def _load_piece(self, start: int, piece: np.ndarray) -> None:
         """Set a part of what `_load_value` sets, from element `start` of the flat value on."""
-        own, device = self._own_part(piece), self._target.device
-        self._placement.load(self._component, start, own, device)
+        self._placement.load(self._component, start, self._own_part(piece), self._target.device)
 
     def _own_part(self, array: Any) -> Any:
         """Return what this replica holds of a stored value."""
@@ -435,17 +429,19 @@ class Variable(NDArrayOperatorsMixin):
     @property
     def _ranks(self) -> Collectives:
         """The collectives of all ranks."""
-        ranks: Collectives = self.strategy.extended._collectives
-        return ranks
+        return context.collectives_of(self.strategy)
+
+    def _in_unit(
+        self, what: str, function: Callable[[], Any], writes: bool | Sequence[Variable] = False
+    ) -> Any:
+        """Return what `function` returns: the public call `what`, also of an elastic job."""
+        return self._ranks.as_unit(what, function, writes)
 
     @property
     def _collectives_of_writes(self) -> Collectives:
         """Those of the ranks that give the same value in cross-replica context."""
         # Each rank of a replica has values of its own for its part of a split variable.
-        extended = self.strategy.extended
-        ranks: Collectives
-        ranks = extended._collectives if self._split_axis is None else extended._replicas
-        return ranks
+        return self._ranks if self._split_axis is None else context.replicas_of(self.strategy)
 
     def _zeros(self, name: str, dtype: np.dtype) -> Variable:
         """Return a new variable of zeros that lies as this one does. **Collective** where it is."""
@@ -725,11 +721,34 @@ class Variable(NDArrayOperatorsMixin):
         return html_table(f"{type(self).__name__} {self.name!r}", rows)
 
 
+# What the package does with the memory of variables, which a program does not see.
+
+
 def placement_of(variable: Variable) -> Whole:
-    """Return which elements of `variable` each rank stores and updates."""
+    """Return which elements of `variable` this rank stores and updates."""
     return variable._placement
 
 
 def storage_of(variable: Variable) -> Array:
-    """Return the local component, also after its strategy is closed."""
+    """Return the memory of `variable` on this rank, of its first replica here."""
     return variable._storage
+
+
+def component_of(variable: Variable) -> Array:
+    """Return the memory of the replica that runs."""
+    return variable._component
+
+
+def own_storage_of(variable: Variable) -> Array:
+    """Return the memory that this rank updates in place; `settle` is called afterwards."""
+    return variable._own_storage
+
+
+def settle(variable: Variable) -> None:
+    """Do what is needed once this rank has updated what `own_storage_of` returns."""
+    variable._placement.settle(variable.name)
+
+
+def device_of(variable: Variable) -> Device:
+    """Return the device of the memory."""
+    return variable._target.device

@@ -189,7 +189,7 @@ class Target:
     """For messages."""
     shape: tuple[int, ...]
     """Shape of the value."""
-    dtype: Any
+    dtype: np.dtype
     """Dtype of the value."""
     device: Device
     """Where the storage lies."""

@@ -7,7 +7,7 @@ import pytest
 
 import mpistrat as ms
 from mpistrat.partitioners import FixedShardsPartitioner, MinSizePartitioner
-from mpistrat.variables.exchange import Partition
+from mpistrat.variables.row_exchange import Partition
 from tests.devices import array_equal, assert_allclose
 from tests.helpers import as_bytes
 

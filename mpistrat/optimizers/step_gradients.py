@@ -24,6 +24,7 @@ from mpistrat.options import ReduceOp
 from mpistrat.values import DistributedValues, IndexedSlices, PerReplica
 from mpistrat.variables import SyncOnReadVariable, Variable, can_cast
 from mpistrat.variables.slice_writes import split_into_rounds
+from mpistrat.variables.variable import device_of, storage_of
 
 
 def listed(values: Any) -> Any:
@@ -112,7 +113,7 @@ def warn_of_nan(gradients: Iterable[Any], variables: Iterable[Variable]) -> None
     if frame is not None:
         named = zip(variables, gradients, strict=True)
         arrays = ((v.name, g.values if isinstance(g, IndexedSlices) else g) for v, g in named)
-        replica = frame.strategy.extended._layout.replica_id
+        replica = context.layout_of(frame.strategy).replica_id
         user_warnings.warn_of_nan(replica, ((f"the gradient of {n!r}", g) for n, g in arrays))
 
 
@@ -308,10 +309,10 @@ def settled_beside(
     spans = _joined_spans(written)
     settled: list[Any] = []
     for gradient, variable in pairs:
-        if type(gradient) is np.ndarray and type(variable._storage) is np.ndarray:
+        if type(gradient) is np.ndarray and type(storage_of(variable)) is np.ndarray:
             settled.append(_unshared(gradient, spans))
             continue
-        device = variable._target.device
+        device = device_of(variable)
         if isinstance(gradient, IndexedSlices):
             values, indices = place(gradient.values, device), place(gradient.indices, device)
             settled.append(coalesced(IndexedSlices(values, indices, gradient.dense_shape)))
