@@ -42,12 +42,6 @@ class ReplicaLinks:
     """Calls a function on the thread that may call MPI, and waits for it."""
     messages: dict[tuple[int, int], list[np.ndarray]] = field(default_factory=dict)
     """Arrays that one replica has sent to another."""
-    attached: dict[int, Message] = field(default_factory=dict)
-    """Messages to reduce next, if the replicas agree."""
-    reduced: dict[int, Message] = field(default_factory=dict)
-    """Messages that the first replica has reduced for all."""
-    usual_at: int = -1
-    """The number of the collective that one of them has found to need no further checks."""
 
 
 class ReplicaReducer:
@@ -56,12 +50,8 @@ class ReplicaReducer:
     min_bytes = 0
     keeps_order = True
 
-    def __init__(
-        self, links: ReplicaLinks, transport: Transport, replica_id: int, num_replicas: int
-    ) -> None:
+    def __init__(self, links: ReplicaLinks, transport: Transport, num_replicas: int) -> None:
         self._meet = links.meet
-        self._attached, self._reduced = links.attached, links.reduced
-        self._replica_id = replica_id
         self._transport = transport
         self._num_replicas = num_replicas
         shares = replicas_of_ranks(num_replicas, transport.size)
@@ -92,12 +82,7 @@ class ReplicaReducer:
         return True
 
     def attach(self, message: Message) -> None:
-        """Keep `message`, which the next agreement shows to the other replicas of this rank."""
-        self._attached[self._replica_id] = message
-
-    def detach(self) -> None:
-        """Withdraw what was attached last."""
-        self._attached.pop(self._replica_id, None)
+        """Do nothing: a `Row` is what a replica brings before the ranks agree."""
 
     def way(self, op: ReduceOp, dtype: np.dtype, num_bytes: int) -> dict[str, int]:
         """Return nothing: replicas wait for each other in Python."""
@@ -109,27 +94,11 @@ class ReplicaReducer:
     def check(self) -> None:
         """Do nothing: nothing is compiled, started or to be freed here."""
 
-    withdraw = drain = revoke = close = check
+    detach = withdraw = drain = revoke = close = check
 
     def all_reduce(self, op: ReduceOp, message: Message) -> None:
         """Reduce each array of `message`. **Collective** over replicas."""
-        attached = self._attached
-        if attached.get(self._replica_id) is message:
-            # All have waited for the agreement, and the first one resumes first: it can reduce the
-            # messages of all without waiting for them again.
-            # If one of them has attached nothing, all wait for each other below, the ones with a
-            # message included.
-            if self._replica_id == self._share.start and len(attached) == len(self._share):
-                messages = [attached[each] for each in self._share]
-                self.reduce_together(op, messages)
-                attached.clear()
-                self._reduced.update(zip(self._share[1:], messages[1:], strict=True))
-                return
-            # A message that stayed would be taken for the one of the next reduction.
-            del attached[self._replica_id]
-        elif self._reduced.pop(self._replica_id, None) is message:
-            return
-        self._meet("reduction", message, functools.partial(self.reduce_together, op))
+        self._meet("reduction", message, functools.partial(self.reduce_messages, op))
 
     def reduce(self, op: ReduceOp, message: Message, root: int) -> None:
         """Reduce each array of `message`, for all replicas. **Collective** over replicas."""
@@ -140,22 +109,22 @@ class ReplicaReducer:
         self.all_reduce(op, message)
         return bool
 
-    def reduce_together(self, op: ReduceOp, messages: list[Message]) -> list[None]:
+    def reduce_messages(self, op: ReduceOp, messages: Sequence[Message]) -> list[None]:
         """Reduce the messages of this rank's replicas with those of other ranks. **Collective**."""
         first = messages[0]
         if first.num_bytes:
             targets = list(first.targets)
-            self.reduce_arrays(op, [each.sources for each in messages], targets)
+            self.reduce_rows(op, [each.sources for each in messages], targets)
             # Copied, because each replica may write to its result.
             for other in messages[1:]:
                 for target, source in zip(other.targets, targets, strict=True):
                     np.copyto(target, source.reshape(target.shape))
         return [None] * len(messages)
 
-    def reduce_arrays(
+    def reduce_rows(
         self,
         op: ReduceOp,
-        of_replicas: Sequence[Sequence[np.ndarray]],
+        rows: Sequence[Sequence[np.ndarray]],
         targets: Sequence[np.ndarray],
     ) -> None:
         """Reduce the arrays of each replica of this rank to `targets`. **Collective** over ranks.
@@ -167,9 +136,9 @@ class ReplicaReducer:
         # One pass over the memory of all replicas, in the tree over all of them: with one rank
         # there are no partial sums to exchange.
         if local is not None and self._transport.size == 1:
-            local.combine(op, self._order, _joined_rows(of_replicas), targets, divisor)
+            local.combine(op, self._order, _joined_rows(rows), targets, divisor)
             return
-        pieces = self._pieces(op, local, of_replicas)
+        pieces = self._pieces(op, local, rows)
         node = self._transport.node
         if local is not None and isinstance(node, SharedMemoryReducer):
             node.reduce_rows(op, self._order, _joined_rows(pieces), targets, divisor)

@@ -23,7 +23,6 @@ from mpistrat.errors import CollectiveError
 from mpistrat.layout import Layout
 from mpistrat.options import VariableSynchronization
 from mpistrat.replicas.channel import ReplicaChannel, replicas_disagree
-from mpistrat.replicas.joint_reduction import joint_reduction
 from mpistrat.replicas.reducer import ReplicaLinks
 from mpistrat.replicas.threads import ReplicaCall, ReplicaThreads
 from mpistrat.system.callsite import failure_site, site_of_thread
@@ -160,7 +159,6 @@ class ReplicaSet:
         channel = ReplicaChannel(ranks.channel, self._links, replica_id, self.num_replicas)
         made = ranks.again(channel, Layout(self.num_replicas, replica_id))
         made.number = ranks.number
-        made.joint_reduction = joint_reduction
         return made
 
     @property
