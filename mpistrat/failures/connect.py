@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpistrat.agreement.channel import Channel
-from mpistrat.agreement.groups import GroupChannel
+from mpistrat.agreement.group_channel import GroupChannel
 from mpistrat.comm.transport import SoloTransport
 from mpistrat.errors import CollectiveTimeoutError
 from mpistrat.failures import flight_dumps

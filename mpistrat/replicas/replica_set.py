@@ -22,9 +22,9 @@ from mpistrat.collectives.collectives import Collectives
 from mpistrat.errors import CollectiveError
 from mpistrat.layout import Layout
 from mpistrat.options import VariableSynchronization
-from mpistrat.replicas.channel import ReplicaChannel, replicas_disagree
-from mpistrat.replicas.reducer import ReplicaLinks
-from mpistrat.replicas.threads import ReplicaCall, ReplicaThreads
+from mpistrat.replicas.replica_channel import ReplicaChannel, replicas_disagree
+from mpistrat.replicas.replica_reducer import ReplicaLinks
+from mpistrat.replicas.replica_threads import ReplicaCall, ReplicaThreads
 from mpistrat.system.callsite import failure_site, site_of_thread
 from mpistrat.tracing.spans import span
 from mpistrat.values import (

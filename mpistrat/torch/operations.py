@@ -22,7 +22,7 @@ from mpistrat.collectives.operations.all_to_all import exchange_flat
 from mpistrat.collectives.operations.broadcast import Broadcast
 from mpistrat.collectives.operations.scatter import Scatter
 from mpistrat.system.callsite import users_place
-from mpistrat.torch import reductions
+from mpistrat.torch import tensor_reductions
 from mpistrat.torch.tensors import (
     Operand,
     apart,
@@ -76,10 +76,10 @@ class Operations:
 
         def body(call: CollectiveCall) -> None:
             if tensors[0].layout is torch.sparse_coo:
-                reductions.all_reduce_sparse(call, opts.reduceOp, tensors[0])
+                tensor_reductions.all_reduce_sparse(call, opts.reduceOp, tensors[0])
             else:
                 check_writable(subject(call), tensors[0])
-                reductions.all_reduce(call, opts.reduceOp, tensors)
+                tensor_reductions.all_reduce(call, opts.reduceOp, tensors)
 
         return self._issue("torch.all_reduce", body, tensors, opts)
 
@@ -90,7 +90,7 @@ class Operations:
         def body(call: CollectiveCall) -> None:
             for each in tensors:
                 check_writable(subject(call), each)
-            reductions.all_reduce(call, opts.reduceOp, tensors)
+            tensor_reductions.all_reduce(call, opts.reduceOp, tensors)
 
         return self._issue("torch.all_reduce_coalesced", body, tensors, opts)
 
@@ -99,7 +99,7 @@ class Operations:
         opts = opts or c10d.ReduceOptions()
         (tensor,) = tensors
         how = {"op": opts.reduceOp, "tensor": tensor, "root": opts.rootRank}
-        body = functools.partial(reductions.reduce, **how)
+        body = functools.partial(tensor_reductions.reduce, **how)
         return self._issue("torch.reduce", body, tensors, opts)
 
     def reduce_scatter(
@@ -108,7 +108,7 @@ class Operations:
         """Reduce the tensors of all ranks for each rank to it."""
         opts = opts or c10d.ReduceScatterOptions()
         how = {"op": opts.reduceOp, "output": outputs[0], "inputs": inputs[0]}
-        body = functools.partial(reductions.reduce_scatter, **how)
+        body = functools.partial(tensor_reductions.reduce_scatter, **how)
         return self._issue("torch.reduce_scatter", body, outputs, opts)
 
     def reduce_scatter_single(
@@ -119,7 +119,7 @@ class Operations:
 
         def body(call: CollectiveCall) -> None:
             parts = equal_parts(call, source, output)
-            reductions.reduce_scatter(call, opts.reduceOp, output, parts)
+            tensor_reductions.reduce_scatter(call, opts.reduceOp, output, parts)
 
         return self._issue("torch.reduce_scatter_tensor", body, [output], opts)
 
@@ -133,7 +133,7 @@ class Operations:
             sources = apart_from(call, inputs, outputs)
             for output, source in zip(outputs, sources, strict=True):
                 parts = equal_parts(call, source, output)
-                reductions.reduce_scatter(call, opts.reduceOp, output, parts)
+                tensor_reductions.reduce_scatter(call, opts.reduceOp, output, parts)
 
         return self._issue("torch.reduce_scatter_tensor_coalesced", body, outputs, opts)
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from mpistrat.comm.transport import SoloTransport, Transport, copied
 from mpistrat.options import ReduceOp
-from mpistrat.replicas.reducer import ReplicaLinks, ReplicaReducer
+from mpistrat.replicas.replica_reducer import ReplicaLinks, ReplicaReducer
 from mpistrat.sharding import replicas_of_ranks
 
 

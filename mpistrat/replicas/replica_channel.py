@@ -10,11 +10,10 @@ from mpistrat.agreement.channel import Channel
 from mpistrat.agreement.disagreement import disagreement_error
 from mpistrat.agreement.ledger import Outcome, Status, digest_of
 from mpistrat.collectives.reduction import Row
-from mpistrat.collectives.replica_rows import reduce_rows
 from mpistrat.errors import CollectiveError
-from mpistrat.replicas.reducer import ReplicaLinks
-from mpistrat.replicas.threads import Cancelled
-from mpistrat.replicas.transport import ReplicaTransport
+from mpistrat.replicas.replica_reducer import ReplicaLinks, reduce_rows
+from mpistrat.replicas.replica_threads import Cancelled
+from mpistrat.replicas.replica_transport import ReplicaTransport
 from mpistrat.system.callsite import users_place
 from mpistrat.system.text import format_detail
 from mpistrat.tracing.flight_recorder import State
