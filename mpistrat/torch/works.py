@@ -50,7 +50,7 @@ class Work(dist.Work):
         self._unset: list[torch.futures.Future[Any]] = []
 
     def note_asked(self) -> None:
-        """Note that the program waits for the outcome."""
+        """Remember that the program waits for the outcome."""
         self._is_asked = True
 
     def synchronize(self) -> None:
