@@ -22,7 +22,7 @@ from mpistrat.arrays import Array
 from mpistrat.collectives.reduction import Begun, Reduction, Row, Use
 from mpistrat.errors import CollectiveError
 from mpistrat.native import native_library
-from mpistrat.system.callsite import CodeOwner, code_owners, issuers, users_place
+from mpistrat.system.callsite import CodeOwner, Place, code_owners, issuers, users_place
 from mpistrat.tracing.flight_recorder import FlightEntry, State
 from mpistrat.tracing.spans import state_of_recording
 
@@ -161,13 +161,13 @@ class FastReduction:
         results = self.reduction.finish(self._channel, begun)
         return results if self._lends else results[0]
 
-    def _reduce_row(self, given: Any, out: np.ndarray | None, extra: int = 0) -> Any:
+    def _reduce_row(self, given: Any, out: np.ndarray | None, place: Place, extra: int = 0) -> Any:
         """Return the results of a rank with several replicas: one vote reduces the rows of all."""
         # Without `_start`, `_vote` and `_finish`: this is done once for each replica.
         channel, lends = self._channel, self._lends
         use, self._use = self._use, None
         outs = None if out is None else [out]
-        row = Row(self.reduction, given if lends else [given], outs, lends, use)
+        row = Row(self.reduction, given if lends else [given], outs, lends, use, place)
         if channel.checks:
             own_s = self._own_timeout_s
             timeout_s = channel.timeout_s if own_s is None else own_s

@@ -35,6 +35,7 @@ from mpistrat.comm.selection import check_plan, choose_reducer, is_shareable
 from mpistrat.comm.transport import Piggyback
 from mpistrat.native import native_library
 from mpistrat.options import CommunicationOptions, ReduceOp
+from mpistrat.system.callsite import Place
 
 _logger = logging.getLogger("mpistrat")
 
@@ -90,7 +91,7 @@ Use = Callable[[list[Array]], object]
 class Row:
     """The arrays of one replica of a rank with several, and where its results go."""
 
-    __slots__ = ("arrays", "lends", "out", "reduction", "results", "use")
+    __slots__ = ("arrays", "lends", "out", "place", "reduction", "results", "use")
 
     def __init__(
         self,
@@ -99,9 +100,11 @@ class Row:
         out: Sequence[np.ndarray] | None = None,
         lends: bool = False,
         use: Use | None = None,
+        place: Place = None,
     ) -> None:
+        # `place` is the line of the user's code, where it is known.
         self.reduction, self.arrays, self.out = reduction, arrays, out
-        self.lends, self.use = lends, use
+        self.lends, self.use, self.place = lends, use, place
         self.results: list[Array] | None = None
         """Those of this replica, once they are there; empty if `use` has got them."""
 

@@ -61,6 +61,7 @@ struct fast {
     struct path path;
     PyObject *entry; /* of the flight record, for the call under way */
     long progress;
+    int is_known; /* whether another replica of this rank has come to this collective before */
 };
 
 /* The arguments of a call. */
@@ -169,6 +170,7 @@ static int is_as_usual(struct fast *fast)
 {
     int is_in_rows = fast->path.route == IN_ROWS;
     int is_known = is_in_rows ? is_known_as_usual(fast) : 0;
+    fast->is_known = is_known;
     if (is_known)
         return is_known < 0 ? -1 : has(item(fast, CHANNEL), INSIDE_NAME, Py_None);
     for (int name = INSIDE_NAME; name <= ON_RECEIVED; name++) {
@@ -472,15 +474,27 @@ static int reduce(struct fast *fast, const struct path *path, PyObject *array, P
 
 /* ---- the call ---- */
 
+/* Reduce the row of one of the replicas of this rank. Returns the result. The rank agrees for all of
+   them, and adds the entry to the flight record, with the place of the first. */
+static PyObject *reduce_row(struct fast *fast, const struct given *given)
+{
+    PyObject *place = fast->is_known ? (Py_INCREF(Py_None), Py_None) : find_place(fast);
+    PyObject *results = NULL;
+    if (place != NULL)
+        results = PyObject_CallFunctionObjArgs(item(fast, ROW), given->arrays, given->out, place,
+                                               given->extra, NULL);
+    Py_XDECREF(place);
+    return results;
+}
+
 /* Reduce what is given, once the channel is taken. Returns the result. */
 static PyObject *reduce_inside(struct fast *fast, const struct given *given)
 {
     struct path path = fast->path;
     PyArrayObject *array = (PyArrayObject *)given->arrays; /* except for BY_PYTHON and IN_ROWS */
     PyObject *out = given->out;
-    /* The rank agrees for all of its replicas, and has the entry in the flight record. */
     if (path.route == IN_ROWS)
-        return PyObject_CallFunctionObjArgs(item(fast, ROW), given->arrays, out, given->extra, NULL);
+        return reduce_row(fast, given);
     int checks = has(item(fast, CHANNEL), CHECKS, Py_True);
     PyObject *target = NULL, *begun = NULL, *entry = NULL;
     if (checks < 0)

@@ -126,7 +126,9 @@ class ReplicaChannel(Channel):
         ranks.check_open()
         # Refusals say less than a call: its kind, name and owner.
         noted = signature if len(signature) > 2 else (*signature, *("",) * (3 - len(signature)))
-        place = users_place(sys._getframe())  # the calling thread is in the first replica
+        place = None if rows[0] is None else rows[0].place
+        if place is None:
+            place = users_place(sys._getframe())  # the calling thread is in the first replica
         entry = ranks.flight.begin(ranks.ledger, noted, "", place)
         is_agreed = False
         try:

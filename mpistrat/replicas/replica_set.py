@@ -219,6 +219,7 @@ class ReplicaSet:
     ) -> Any:
         """Return what `fn` returns of the components of each replica here, joined."""
         count, device = len(self.ids), self.ranks.device
+        is_host = device.kind != "gpu"
         rows = [self._components(each) for each in args]
         named = {name: self._components(each) for name, each in kwargs.items()}
 
@@ -227,7 +228,9 @@ class ReplicaSet:
             own_kwargs = {name: row[position] for name, row in named.items()} if named else named
             # In the context that was copied for this replica, so nobody has to set it back.
             PerReplica._num_here.set(count)
-            with context.entered(new_frame()), device.current():
+            # A thread has no current device yet.
+            on_device = contextlib.nullcontext() if is_host else device.current()
+            with context.entered(new_frame()), on_device:
                 try:
                     return fn(*own_args, **own_kwargs)
                 except BaseException as error:
