@@ -59,7 +59,7 @@ def assert_replicas_agree(
     issuer = backend_of(dist.group.WORLD if group is None else group)
     opts = dist.BroadcastOptions()
     opts.asyncOp = False
-    issuer._issue(_KIND, lambda call: _compare(call, module_or_tensors), [], opts).wait()
+    issuer.issue(_KIND, lambda call: _compare(call, module_or_tensors), [], opts).wait()
 
 
 def _tensors_in(things: object) -> dict[str, torch.Tensor]:

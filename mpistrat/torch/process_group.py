@@ -93,7 +93,7 @@ class Group(Operations, Messages):
     def end_coalescing(self, device: torch.device | None = None) -> Any:
         """Return a work that is done once all that was issued before is."""
         opts = dist.AllreduceOptions()
-        return self._issue("torch.end_coalescing", lambda call: None, [], opts)
+        return self.issue("torch.end_coalescing", lambda call: None, [], opts)
 
     _start_coalescing, _end_coalescing = start_coalescing, end_coalescing
 
@@ -236,7 +236,7 @@ class CheckedBackend(MpiBackend):
         if work is not None and not batch:
             return work
         opts = dist.AllreduceOptions()
-        return self._issue(
+        return self.issue(
             "torch.end_coalescing", lambda call: [each.wait() for each in batch or ()], [], opts
         )
 
@@ -303,7 +303,7 @@ def _checked(method: str) -> Callable[..., Any]:
             opts.asyncOp = False  # NCCL takes the stream of the thread that calls it
             # Before NCCL is called: if the ranks disagree there, the device waits without an error.
             details = compared(*args)
-            self._issue(f"torch.{name}", lambda call: call.agree(*details), [], opts).wait()
+            self.issue(f"torch.{name}", lambda call: call.agree(*details), [], opts).wait()
         return getattr(self.inner, method)(*args)
 
     return operation
