@@ -19,7 +19,7 @@ register = autoload
 
 
 def _create_group(opts: object, pg_options: object) -> object:
-    from mpistrat.torch.creation import create_group
+    from mpistrat.torch.process_group import create_group
 
     return create_group(opts, pg_options)
 

@@ -22,8 +22,7 @@ from mpistrat.bench.benchmark import (
 from mpistrat.bench.measure import take_turns
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.comm.packing import Message
-from mpistrat.comm.row_order import RowOrder
-from mpistrat.comm.shared_reducer import SharedMemoryReducer
+from mpistrat.comm.shared_reducer import RowOrder, SharedMemoryReducer
 from mpistrat.options import CommunicationOptions, ReduceOp
 from mpistrat.replica import ReplicaContext
 from mpistrat.replicas.arithmetic import fingerprint

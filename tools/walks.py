@@ -147,6 +147,9 @@ def main() -> None:
     """Print the figures of all walks, on rank 0. The argument is an empty folder of all ranks."""
     strategy, folder = ms.MPIStrategy(device="cpu"), sys.argv[1]
     walks = {"step": walk_step(strategy), "all_reduce": walk_all_reduce(strategy)}
+    # Of the thread of the first replica, which works for all of its rank.
+    with_replicas = ms.MPIStrategy(device="cpu", num_replicas=8)
+    walks["step of 4 replicas"] = walk_step(with_replicas)
     walks["batch"] = walk_batch(strategy, folder)
     walks["write"], walks["restore"] = walk_checkpoint(strategy, folder)
     if is_chief(strategy):

@@ -33,7 +33,7 @@ from mpistrat.agreement.departures import (
 from mpistrat.agreement.disagreement import disagreement_error
 from mpistrat.agreement.ledger import Ledger, Outcome, Status, call_name
 from mpistrat.comm.pool import Pool
-from mpistrat.comm.transport import Transport
+from mpistrat.comm.transport import RowReducer, Transport
 from mpistrat.errors import CollectiveError, ContextError
 from mpistrat.settings import settings_at_the_end
 from mpistrat.system.callsite import call_site
@@ -134,6 +134,10 @@ class Channel:
         self.pool = transport.pool
         self.private_pool = Pool()
         """Memory for results that no other rank maps, unlike `pool`, which is the transport's."""
+        self.row_reducer: RowReducer | None = None
+        """Reduces the arrays of the replicas of this rank together, where it has several."""
+        self.row: Any = None
+        """Arrays of this replica, to be reduced as soon as the next vote has agreed."""
         self._departed = self.departures.found
         # One round for all collectives: a persistent request of MPI is prepared only once.
         self._round = transport.round(4)
@@ -223,6 +227,14 @@ class Channel:
             raise
         self.pending = False
         return _ALL_CALL
+
+    def vote_with(self, row: Any, timeout_s: float | None, extra: int) -> Outcome:
+        """Vote for the reduction of a `Row`, on a rank with several replicas. **Collective**."""
+        raise AssertionError("a rank with one replica has no rows")
+
+    def reduce_row(self, row: Any) -> None:
+        """Reduce a `Row` with those of the other replicas of this rank. **Collective**."""
+        raise AssertionError("a rank with one replica has no rows")
 
     def check_departed(self, signature: object) -> None:
         """Raise if a rank has left that the call with this `signature` needs."""

@@ -71,6 +71,8 @@ def digest_of(signature: Any) -> int:
 class Ledger:
     """Counters of one rank on one channel, equal on ranks that agree."""
 
+    usual_at: int = -1
+    """The collective at which the first replica of a rank has found that nothing is unusual."""
     sequence: int = 0
     """Number of the next collective."""
     runs: int = 0

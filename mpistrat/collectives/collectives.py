@@ -12,7 +12,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from mpistrat.comm.packing import describe_function
 from mpistrat.comm.selection import check_options
 from mpistrat.comm.transport import SoloTransport
 from mpistrat.layout import Layout
+from mpistrat.native import native_library
 from mpistrat.options import CommunicationImplementation, CommunicationOptions, ReduceOp
 from mpistrat.system.units import RunsUnits
 
@@ -34,15 +35,6 @@ if TYPE_CHECKING:
 
 _MAX_REDUCTIONS = 1024
 """More reductions than any loop repeats; a program with ever new shapes starts again there."""
-
-
-class Fast(Protocol):
-    """Fast path of an `all_reduce`: a `FastReduction`, or that of all replicas of a rank."""
-
-    reduction: Reduction
-
-    def all_reduce(self, array: np.ndarray, out: np.ndarray | None = None) -> Array | None:
-        """Return `array` reduced over ranks, ``None`` if a call must do it."""
 
 
 class CollectiveCall(Call):
@@ -124,18 +116,12 @@ class CollectiveCall(Call):
                 collectives.reductions[key] = reduction
         return reduction
 
-    def fast(self, reduction: Reduction) -> Fast:
-        """Return the fast path by which calls like this one repeat `reduction`."""
-        joint: Fast | None = self.joint(reduction)
-        return joint if joint is not None else FastReduction(self, reduction, self._renewal())
-
-    def joint(self, reduction: Reduction) -> Any:
-        """Return what repeats `reduction` for all replicas of this rank, if it has several."""
-        make = self._collectives.joint_reduction
-        return None if make is None else make(self, reduction, self._renewal())
-
-    def _renewal(self) -> Callable[[], CollectiveCall]:
-        return functools.partial(self._collectives.call, self.kind, self.name)
+    def fast(self, reduction: Reduction, lends: bool = False) -> FastReduction | None:
+        """Return what repeats `reduction` for calls like this one, if there is compiled code."""
+        if native_library() is None:
+            return None
+        again = functools.partial(self._collectives.call, self.kind, self.name)
+        return FastReduction(self, reduction, again, lends)
 
     def all_reduce(
         self,
@@ -212,12 +198,10 @@ class Collectives(RunsUnits):
         self.describe = describe_function()
         self.reductions: dict[Any, Reduction] = {}
         """The reductions of earlier calls, by all that they check."""
-        self._fast: dict[tuple[object, bytes], Fast] = {}
+        self._fast: dict[tuple[object, bytes], FastReduction] = {}
         """Fast paths for one array, by op and description, for calls that pass no options."""
         self.rank = channel.rank
         self.size = channel.size
-        self.joint_reduction: Callable[..., Any] | None = None
-        """Makes what repeats a reduction for all replicas of this rank, for one of several."""
         self.arithmetic = ""
         """Fingerprint of what the bits depend on, where they do not depend on the ranks."""
         self.is_closed = False
@@ -305,7 +289,7 @@ class Collectives(RunsUnits):
             options = _deterministic(options)
         return CollectiveCall(self, kind, name, options)
 
-    def fast_path(self, op: object, array: np.ndarray) -> Fast | None:
+    def fast_path(self, op: object, array: np.ndarray) -> FastReduction | None:
         """Return the fast path for the `all_reduce` of such an array, if a call has kept one."""
         described = self.describe([array])
         known = self._fast.get((op, described)) if described is not None else None
@@ -320,7 +304,9 @@ class Collectives(RunsUnits):
             return
         if len(self._fast) >= _MAX_REDUCTIONS:
             self._fast.clear()
-        self._fast[op, described] = call.fast(reduction)
+        fast = call.fast(reduction)
+        if fast is not None:
+            self._fast[op, described] = fast
 
     def all_or_none(self, kind: str, name: str | None = None) -> AllOrNone:
         """Return a context manager: where its body fails on any rank, it fails on all."""

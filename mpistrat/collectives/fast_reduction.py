@@ -10,19 +10,24 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import monotonic_ns
+from typing import Any
 
 import numpy as np
 
 from mpistrat.agreement.call import Call
-from mpistrat.agreement.ledger import SPREAD, Outcome, Status
+from mpistrat.agreement.ledger import SPREAD, Outcome, Status, digest_of
 from mpistrat.arrays import Array
-from mpistrat.collectives.reduction import Begun, Reduction
+from mpistrat.collectives.reduction import Begun, Reduction, Row, Use
+from mpistrat.errors import CollectiveError
 from mpistrat.native import native_library
-from mpistrat.system.callsite import CodeOwner, code_owners, issuers, users_place
+from mpistrat.system.callsite import CodeOwner, Place, code_owners, issuers, users_place
 from mpistrat.tracing.flight_recorder import FlightEntry, State
 from mpistrat.tracing.spans import state_of_recording
+
+_CALL, _ALL_CALL = Status.CALL, Outcome.ALL_CALL
+"""Module names are found faster than members of their classes, at each collective."""
 
 _logger = logging.getLogger("mpistrat")
 
@@ -39,16 +44,23 @@ class Progress(enum.IntEnum):
 
 
 class FastReduction:
-    """A reduction of one array, and the calls that repeat it."""
+    """A reduction of the same kinds of arrays, and the calls of one replica that repeat it."""
 
-    def __init__(self, call: Call, reduction: Reduction, new_call: Callable[[], Call]) -> None:
-        # `new_call` returns a call like `call`.
-        self._new_call = new_call
+    def __init__(
+        self, call: Call, reduction: Reduction, new_call: Callable[[], Call], lends: bool = False
+    ) -> None:
+        # `new_call` returns a call like `call`. With `lends` it is for `all_reduce_for`, else for
+        # `all_reduce`.
+        self._new_call, self._lends = new_call, lends
         self._channel = channel = call.channel
         self._own_timeout_s = call.own_timeout_s
         self.reduction = reduction
         self._keeps_dtypes = reduction.keeps_dtypes
-        path, occupancy = reduction.fast_path(), channel.transport.occupancy
+        self._use: Use | None = None
+        """For the next row."""
+        self._number: tuple[float, int, str] = (0.0, 0, "")
+        """The number that must agree too, as it is in the digest, and in error messages."""
+        path, occupancy = reduction.fast_path(lends), channel.transport.occupancy
         # By name: `create` in native/fast_reduction.c wants each of them, and refuses any other.
         self._compiled = native_library().FastReduction(
             channel=channel,
@@ -62,7 +74,7 @@ class FastReduction:
             recording=state_of_recording,
             logger=_logger,
             debug_level=logging.DEBUG,
-            begin=self._begin,
+            begin=self._start,
             find_place=users_place,
             issuers=issuers,
             code_owners=code_owners,
@@ -70,24 +82,22 @@ class FastReduction:
             flight=channel.flight,
             entry_type=FlightEntry,
             signature=reduction.signature,
-            extra="",
             waiting=State.WAITING,
             agreed=State.AGREED,
             done=State.DONE,
             check_departed=self._check_departed,
             meet=channel.meet,
             vote=self._vote,
+            row=self._reduce_row,
             end_round=self._end_round,
             clock=monotonic_ns,
-            end=self._end,
+            end=self._finish,
             move=path.move,
             take=channel.pool.take,
             enter=occupancy.__enter__,
             check=reduction.check_wait,
             exit=occupancy.__exit__,
-            # Known since the ranks have compared the first call. Without checks it is None, and
-            # nothing uses it.
-            digest=reduction.signature.digest or 0,
+            digest=digest_of(reduction.signature),
             spread=tuple(SPREAD),
             route=path.route,
             **path.numbers,
@@ -102,6 +112,7 @@ class FastReduction:
         # compiled code does not look at the dtype of `out`.
         if out is not None and not self._keeps_dtypes:
             return None
+        # As in `all_reduce_for`: to call a function for both would take longer than the rest here.
         try:
             result: Array | None = self._compiled.all_reduce(array, out)
         except BaseException as error:
@@ -115,18 +126,65 @@ class FastReduction:
             self._call_to_end(is_moving=False).end_overlap(None)
         return result
 
-    def _begin(self, array: np.ndarray, out: np.ndarray | None) -> Begun:
+    def all_reduce_for(
+        self, use: Use, arrays: Sequence[Array], number: float, text: str
+    ) -> list[Array] | None:
+        """Reduce `arrays`, for `use` to be called once on this rank with the results.
+
+        Return an empty list if it has been called; the results if the caller has to use them, which
+        the next reduction may overwrite; ``None`` where a call must do all. The ranks must agree on
+        the `number` too, which messages call `text`. **Collective**.
+        """
+        # By identity: a learning rate is mostly the same object in each step, and to format it
+        # takes longer than all else here.
+        if number is not self._number[0]:
+            self._number = number, Call.number_of(number), f"{text} {number}"
+        if self.reduction.takes_rows:
+            self._use = use
+        try:
+            results: list[Array] | None = self._compiled.all_reduce(
+                arrays, None, self._number[1], self._number[2]
+            )
+        except BaseException as error:
+            self._end_failed(error)
+            raise
+        if results is not None and self._channel.overlap is not None:
+            self._call_to_end(is_moving=False).end_overlap(None)
+        return results
+
+    def _start(self, given: Any, out: np.ndarray | None) -> Begun:
+        arrays = given if self._lends else [given]
         outs = None if out is None else [out]
-        return self.reduction.begin(self._channel, [array], outs)
+        return self.reduction.start(self._channel, arrays, outs, self._lends)
+
+    def _finish(self, begun: Begun) -> Any:
+        results = self.reduction.finish(self._channel, begun)
+        return results if self._lends else results[0]
+
+    def _reduce_row(self, given: Any, out: np.ndarray | None, place: Place, extra: int = 0) -> Any:
+        """Return the results of a rank with several replicas: one vote reduces the rows of all."""
+        # Without `_start`, `_vote` and `_finish`: this is done once for each replica.
+        channel, lends = self._channel, self._lends
+        use, self._use = self._use, None
+        outs = None if out is None else [out]
+        row = Row(self.reduction, given if lends else [given], outs, lends, use, place)
+        if channel.checks:
+            own_s = self._own_timeout_s
+            timeout_s = channel.timeout_s if own_s is None else own_s
+            if channel.vote_with(row, timeout_s, extra) is not _ALL_CALL:
+                raise self._disagreement()
+        if row.results is None:  # the vote has not reduced it
+            channel.reduce_row(row)
+        results = row.results
+        return results if lends or results is None else results[0]
 
     def _check_departed(self) -> None:
         self._channel.check_departed(self.reduction.signature)
 
-    def _vote(self) -> None:
+    def _vote(self, extra: int = 0) -> None:
         signature = self.reduction.signature
-        outcome = self._channel.vote(Status.CALL, signature, self._limit_s())
-        if outcome is not Outcome.ALL_CALL:
-            raise self._new_call().disagreement(signature)
+        if self._channel.vote(_CALL, signature, self._limit_s(), extra) is not _ALL_CALL:
+            raise self._disagreement()
 
     def _limit_s(self) -> float | None:
         """Return the time limit for missing ranks, which the channel may have changed since."""
@@ -134,12 +192,14 @@ class FastReduction:
 
     def _end_round(self, known: int) -> None:
         signature = self.reduction.signature
-        outcome = self._channel.end_round(known, signature, self._limit_s())
-        if outcome is not Outcome.ALL_CALL:
-            raise self._new_call().disagreement(signature)
+        if self._channel.end_round(known, signature, self._limit_s()) is not _ALL_CALL:
+            raise self._disagreement()
 
-    def _end(self, begun: Begun) -> Array:
-        return self.reduction.end(None, begun)[0]
+    def _disagreement(self) -> CollectiveError:
+        call, (number, _, text) = self._new_call(), self._number
+        if text:
+            call.include(number, text)
+        return call.disagreement(self.reduction.signature)
 
     def _end_failed(self, error: BaseException) -> None:
         """Give the channel back after an `error`, if it was taken."""
@@ -162,6 +222,8 @@ class FastReduction:
 
     def _call_to_end(self, is_moving: bool) -> Call:
         """Return a call that takes over what was begun here."""
-        call = self._new_call()
-        call.resume(self._compiled.entry, is_moving)
+        call, entry, channel = self._new_call(), self._compiled.entry, self._channel
+        if self.reduction.takes_rows:  # the entry is that of the rank
+            entry = channel.flight.begin(channel.ledger, self.reduction.signature, "", None)
+        call.resume(entry, is_moving)
         return call

@@ -32,9 +32,10 @@ from mpistrat.comm.packing import (
 from mpistrat.comm.pool import Pool
 from mpistrat.comm.reducers import MpiReducer
 from mpistrat.comm.selection import check_plan, choose_reducer, is_shareable
-from mpistrat.comm.transport import Piggyback, Reducer
+from mpistrat.comm.transport import Piggyback
 from mpistrat.native import native_library
 from mpistrat.options import CommunicationOptions, ReduceOp
+from mpistrat.system.callsite import Place
 
 _logger = logging.getLogger("mpistrat")
 
@@ -43,7 +44,7 @@ class Route(enum.IntEnum):
     """How the numbers of a repeated reduction travel; as in ``native/fast_reduction.c``."""
 
     BY_PYTHON = 0
-    """By `Reduction.begin` and `Reduction.end`."""
+    """By `Reduction.start` and `Reduction.finish`."""
     BY_MPI = 1
     """By one call of MPI, from array to array."""
     IN_ROUND = 2
@@ -54,6 +55,8 @@ class Route(enum.IntEnum):
     """In the shared memory of each node, in one block whose slices MPI reduces over nodes."""
     GATHERED = 5
     """By MPI, all of them with the agreement."""
+    IN_ROWS = 6
+    """By `reduce_rows`, with those of the other replicas of this rank."""
 
 
 class FastPath(NamedTuple):
@@ -81,7 +84,32 @@ class _Exchange:
         self.source, self.target, self.unpack, self.is_direct = source, target, unpack, is_direct
 
 
-Begun = _Exchange | Packing
+Use = Callable[[list[Array]], object]
+"""Called once on this rank with the results."""
+
+
+class Row:
+    """The arrays of one replica of a rank with several, and where its results go."""
+
+    __slots__ = ("arrays", "lends", "out", "place", "reduction", "results", "use")
+
+    def __init__(
+        self,
+        reduction: Reduction,
+        arrays: Sequence[Array],
+        out: Sequence[np.ndarray] | None = None,
+        lends: bool = False,
+        use: Use | None = None,
+        place: Place = None,
+    ) -> None:
+        # `place` is the line of the user's code, where it is known.
+        self.reduction, self.arrays, self.out = reduction, arrays, out
+        self.lends, self.use, self.place = lends, use, place
+        self.results: list[Array] | None = None
+        """Those of this replica, once they are there; empty if `use` has got them."""
+
+
+Begun = _Exchange | Packing | Row
 """A reduction that waits for the other ranks."""
 
 
@@ -135,16 +163,27 @@ class Reduction:
         ]
         shares = bool(plan.packs) and is_shareable(options, op, plan.packs[0])
         node = transport.node
+        together: object = call.channel.row_reducer
+        self.takes_rows = bool(plan.packs) and all(
+            reducer is together for reducer, _ in self._reducers
+        )
+        """Whether the replicas of this rank are reduced together, one row for each."""
         # Only the first message can be begun before the ranks agree: memory has room for one.
-        self._node = node if shares and self._reducers[0][0] is node else None
+        is_first = shares and self._reducers[0][0] is node
+        self._node = node if is_first and not call.channel.shares_memory else None
         self._piggyback: Piggyback | None = None
         self._direct = MpiReducer(transport)
         """For one array that MPI reduces as it lies in memory: the shortest way there."""
-        is_one = plan.is_single and plan.is_plain
-        self._is_direct = is_one and type(self._reducers[0][0]) is MpiReducer
+        self.is_one = plan.is_single and plan.is_plain
+        """Whether one array travels as it is in memory."""
+        self._is_direct = self.is_one and type(self._reducers[0][0]) is MpiReducer
         self._joined: np.ndarray | None = None
         self._reused: ReusedPacking | None = None
         self._reused_on_device: ReusedDevicePacking | None = None
+        self.lent: list[np.ndarray] = []
+        """Memory for the results of all rows, which the next reduction overwrites."""
+        if self.takes_rows and plan.is_unchanged:
+            self.lent = [np.empty(*each) for each in plan.results]
         if shares and transport.piggyback is not None:
             self._use_piggyback(transport.piggyback)
 
@@ -171,11 +210,6 @@ class Reduction:
         """Whether the arrays are plain, and the results of their dtypes."""
         return self.plan.is_unchanged
 
-    @property
-    def reducers(self) -> list[Reducer]:
-        """What reduces each pack."""
-        return [each for each, _ in self._reducers]
-
     def fits(self, arrays: list[Array]) -> bool:
         """Return whether `arrays` can travel as they lie, and this was prepared for such."""
         known = self._described
@@ -195,23 +229,30 @@ class Reduction:
         # `out` are plain arrays of the shapes and dtypes of the results. One of them may be the
         # array that it is the result of; else they share no memory with `arrays`. With `lends`,
         # results may lie in memory of this object, until its next reduction.
+        channel = call.channel
         try:
             # Before the ranks agree. The last rank to arrive then finds the numbers of all the
             # others, and need not wait for them a second time.
-            begun = self.begin(call.channel, arrays, out, lends)
+            begun = self.start(channel, arrays, out, lends)
+            # A timeline shows the agreement and the data apart, so the row waits for `finish` then.
+            if type(begun) is Row and channel.checks and call.recorder is None:
+                channel.row = begun
             call.agree_on(self.signature)
         except BaseException:
             # The channel may stay open, as after an interruption that came before the round.
             self.withdraw()
             raise
-        return self.end(call, begun)
+        return self.finish(channel, begun, call)
 
-    def fast_path(self) -> FastPath:
-        """Return how compiled code reduces one array."""
+    def fast_path(self, lends: bool) -> FastPath:
+        """Return how compiled code reduces one array, or with `lends` several."""
         plan, transport = self.plan, self._transport
+        if self.takes_rows:
+            return FastPath(Route.IN_ROWS)
         # Compiled code neither casts nor joins, and takes no empty array: that arrives at no step,
         # so there would be nothing to withdraw after an error.
-        if not plan.is_single or not plan.is_unchanged or not plan.packs[0].num_bytes:
+        is_one = plan.is_single and plan.is_unchanged and not lends
+        if not is_one or not plan.packs[0].num_bytes:
             return FastPath()
         pack, node, meeting = plan.packs[0], transport.node, transport.piggyback
         # Also next to GATHERED: without checks there is no round, and compiled code moves by MPI
@@ -249,7 +290,7 @@ class Reduction:
         if self._node is not None:
             self._node.withdraw()
 
-    def begin(
+    def start(
         self,
         channel: Channel,
         arrays: Sequence[Array],
@@ -259,6 +300,8 @@ class Reduction:
         """Do the part of `all_reduce` that needs no other rank, which saves a wait."""
         is_checked = channel.checks  # without checks there is nothing that could travel with them
         begun: Begun
+        if self.takes_rows:
+            return Row(self, arrays, out, lends)
         if self._piggyback is not None and is_checked:
             begun = self._begin_with_agreement(channel, arrays, out, lends)
             self._piggyback.attach(begun.source)
@@ -267,18 +310,20 @@ class Reduction:
             # Taken before the agreement, while other ranks may still be computing.
             target = _target(arrays[0], out, channel.pool)
             return _Exchange(arrays[0], target, is_direct=True)
-        packing = self.pack(channel, arrays, out, lends)
+        packing = self.pack(channel.pool, arrays, out, lends)
         if self._node is not None and is_checked:
             self._node.attach(packing.messages[0])
         return packing
 
     def withdraw(self) -> None:
-        """Take back what `begin` has given to shared memory, if anything."""
+        """Take back what `start` has given to shared memory, if anything."""
         if self._node is not None:
             self._node.detach()
 
-    def end(self, call: Call | None, begun: Begun) -> list[Array]:
+    def finish(self, channel: Channel, begun: Begun, call: Call | None = None) -> list[Array]:
         """Return the results, once the ranks agree; without a `call`, nothing is noted."""
+        if type(begun) is Row:
+            return self._results_of_row(channel, begun, call)
         if type(begun) is _Exchange:
             if call is not None:
                 self._note_exchange(call, begun)
@@ -290,7 +335,7 @@ class Reduction:
                 call.is_moving = False
                 call.show_received([begun.target])
             return [begun.target] if begun.unpack is None else begun.unpack()
-        assert not isinstance(begun, _Exchange)
+        assert not isinstance(begun, _Exchange | Row)
         for (reducer, why), message in zip(self._reducers, begun.messages, strict=True):
             if call is not None:
                 self._note(call, message.num_bytes, message.dtype, type(reducer).__name__, why)
@@ -300,6 +345,18 @@ class Reduction:
         if call is not None:
             call.is_moving = False
         return begun.unpack()
+
+    def _results_of_row(self, channel: Channel, row: Row, call: Call | None) -> list[Array]:
+        if row.results is None:  # the vote has not reduced it
+            channel.reduce_row(row)
+        results = row.results
+        assert results is not None
+        if call is not None:
+            for (reducer, why), each in zip(self._reducers, self.plan.packs, strict=True):
+                self._note(call, each.num_bytes, each.wire, type(reducer).__name__, why)
+            call.is_moving = False
+            call.show_received(results)
+        return results
 
     def _note_exchange(self, call: Call, exchange: _Exchange) -> None:
         source = exchange.source
@@ -318,14 +375,14 @@ class Reduction:
         lends: bool,
     ) -> _Exchange:
         # The first two ways are short cuts through `pack`, for what is reduced most often.
-        if self.plan.is_single and self.plan.is_plain:
+        if self.is_one:
             array = arrays[0]
             return _Exchange(array, _target(array, out, channel.pool))
         joined = self._joined
         if joined is not None and out is None:
             self._library.join(arrays, joined)
             return _Exchange(joined, joined, lambda: self._library.split(joined, arrays))
-        packing = self.pack(channel, arrays, out, lends)
+        packing = self.pack(channel.pool, arrays, out, lends)
         source, target, split = packing.messages[0].whole()
 
         def unpack() -> list[Array]:
@@ -336,27 +393,27 @@ class Reduction:
 
     def pack(
         self,
-        channel: Channel,
+        pool: Pool,
         arrays: Sequence[Array],
         out: Sequence[np.ndarray] | None,
         lends: bool,
     ) -> Packing:
         """Return `arrays` in the form in which they are reduced: see `all_reduce`."""
         if lends and self._on_device is not None:
-            return self._packed_on_device(channel, arrays)
+            return self._packed_on_device(pool, arrays)
         if not lends or not self.plan.is_unchanged:
-            return pack(self.plan, arrays, channel.pool, out=out)
+            return pack(self.plan, arrays, pool, out=out)
         if self._reused is None:
-            self._reused = ReusedPacking(self.plan, channel.pool)
+            self._reused = ReusedPacking(self.plan, pool)
         self._reused.fill(arrays)
         return self._reused
 
-    def _packed_on_device(self, channel: Channel, arrays: Sequence[Array]) -> Packing:
+    def _packed_on_device(self, pool: Pool, arrays: Sequence[Array]) -> Packing:
         reused = self._reused_on_device
         # The memory is ordered with the work of one stream only. On a different one, a kernel could
         # still read what this call overwrites.
         if reused is None or not reused.is_of_stream():
-            reused = ReusedDevicePacking(self.plan, arrays, self._device, channel.pool)
+            reused = ReusedDevicePacking(self.plan, arrays, self._device, pool)
             self._reused_on_device = reused
         reused.fill(arrays)
         return reused

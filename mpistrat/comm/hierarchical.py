@@ -11,11 +11,10 @@ import numpy as np
 from mpi4py import MPI
 
 from mpistrat.arrays import address_of
-from mpistrat.comm.node_file import Place, all_of
 from mpistrat.comm.ops import compiled_function, divide, mpi_operator
 from mpistrat.comm.packing import Message
 from mpistrat.comm.pool import Pool
-from mpistrat.comm.shared_memory import NodeMemory
+from mpistrat.comm.shared_memory import NodeMemory, Place, all_of
 from mpistrat.comm.shared_reducer import SharedMemoryReducer
 from mpistrat.comm.transport import NodeReducer, Occupancy, Reducer
 from mpistrat.mpi.survival import revoke

@@ -6,8 +6,12 @@ from typing import TypeGuard
 
 import numpy as np
 
-from mpistrat.comm.device_reducers import DeviceCapabilities, DirectReducer, StagedReducer
-from mpistrat.comm.nccl import NcclReducer
+from mpistrat.comm.device_reducers import (
+    DeviceCapabilities,
+    DirectReducer,
+    NcclReducer,
+    StagedReducer,
+)
 from mpistrat.comm.ops import compiled_function
 from mpistrat.comm.pack_plan import Pack, Plan
 from mpistrat.comm.reducers import MpiReducer, ReduceScatterReducer

@@ -151,6 +151,19 @@ class NodeReducer(Reducer, Protocol):
         """End its thread, and free its communicator, where it has one."""
 
 
+class RowReducer(Protocol):
+    """Reduces the arrays of all replicas of a rank. All methods are **Collective** over ranks."""
+
+    def reduce_rows(
+        self, op: ReduceOp, rows: Sequence[Sequence[np.ndarray]], targets: Sequence[np.ndarray]
+    ) -> None:
+        """Reduce `rows`, one for each replica of this rank, to `targets`."""
+        # Each row is as the sources of a `Message`. Not all of its arrays are empty.
+
+    def reduce_messages(self, op: ReduceOp, messages: Sequence[Message]) -> object:
+        """Reduce messages, one for each replica of this rank, to the targets of each."""
+
+
 class Transport(Protocol):
     """One group of ranks that moves bytes."""
 

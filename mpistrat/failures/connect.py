@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpistrat.agreement.channel import Channel
-from mpistrat.agreement.groups import GroupChannel
+from mpistrat.agreement.group_channel import GroupChannel
 from mpistrat.comm.transport import SoloTransport
 from mpistrat.errors import CollectiveTimeoutError, LaunchError
 from mpistrat.failures import flight_dumps

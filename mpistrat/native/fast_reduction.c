@@ -1,4 +1,4 @@
-/* Fast reductions: an all-reduce of one array that the program has made before.
+/* Fast reductions: an all-reduce of arrays that the program has made before.
 
    Python alone takes longer for it than to reduce a few numbers. collectives/fast_reduction.py
    creates the objects, and takes over if anything is not as usual. */
@@ -16,9 +16,9 @@
     X(ACQUIRE, "acquire") X(RELEASE, "release") X(RECORDING, "recording") X(LOGGER, "logger")    \
     X(DEBUG_LEVEL, "debug_level") X(BEGIN, "begin") X(FIND_PLACE, "find_place")                  \
     X(ISSUERS, "issuers") X(CODE_OWNERS, "code_owners") X(USER, "user") X(FLIGHT, "flight")      \
-    X(ENTRY_TYPE, "entry_type") X(SIGNATURE, "signature") X(EXTRA, "extra")                      \
+    X(ENTRY_TYPE, "entry_type") X(SIGNATURE, "signature")                                        \
     X(IS_WAITING, "waiting") X(IS_AGREED, "agreed") X(IS_DONE, "done")                           \
-    X(CHECK_DEPARTED, "check_departed") X(MEET, "meet") X(VOTE, "vote")                          \
+    X(CHECK_DEPARTED, "check_departed") X(MEET, "meet") X(VOTE, "vote") X(ROW, "row")            \
     X(END_ROUND, "end_round") X(CLOCK, "clock") X(END, "end") X(MOVE, "move") X(TAKE, "take")    \
     X(ENTER, "enter") X(CHECK, "check") X(EXIT, "exit")
 #define AS_NUMBER(NUMBER, NAME) NUMBER,
@@ -30,7 +30,7 @@ static const char *const object_names[] = {OBJECTS(AS_NAME)};
 enum { OUTSIDE, INSIDE, BROUGHT, AGREED };
 
 /* How the numbers travel: Route in collectives/reduction.py. */
-enum { BY_PYTHON, BY_MPI, IN_ROUND, IN_BLOCKS, IN_SLICES, GATHERED };
+enum { BY_PYTHON, BY_MPI, IN_ROUND, IN_BLOCKS, IN_SLICES, GATHERED, IN_ROWS };
 
 /* The numbers that a FastReduction is created with; 0 where none is given. With GATHERED, `values`
    is where those of this rank leave from, `largest` where those of the first of `owners` ranks
@@ -61,6 +61,15 @@ struct fast {
     struct path path;
     PyObject *entry; /* of the flight record, for the call under way */
     long progress;
+    int is_known; /* whether another replica of this rank has come to this collective before */
+};
+
+/* The arguments of a call. */
+struct given {
+    PyObject *arrays; /* one array, or what Python takes for several */
+    PyObject *out;
+    PyObject *extra; /* a number that must agree too; NULL for none */
+    PyObject *text; /* about it, for the flight record; NULL for none */
 };
 
 enum { NUM_COUNTERS = 6, ALL_EQUAL = 2 };
@@ -68,11 +77,11 @@ static const char *const texts[] = {
     "sequence", "runs", "merge_calls", "failures", "updates", "batches", "inside", "closed",
     "on_collective", "on_received", "checks", "pending", "shape", "dtype", "agreed_ns", "ended_ns", "state",
     "recorder", "isEnabledFor", "co_filename", "f_lasti", "f_back", "began_ns", "number",
-    "counters", "signature", "extra", "place", "entries", "append"};
+    "counters", "signature", "extra", "place", "entries", "append", "usual_at", ""};
 enum { SEQUENCE, INSIDE_NAME = NUM_COUNTERS, CLOSED, ON_COLLECTIVE, ON_RECEIVED, CHECKS, PENDING,
        SHAPE, DTYPE, AGREED_NS, ENDED_NS, STATE, RECORDER, IS_ENABLED_FOR, CO_FILENAME, F_LASTI,
        F_BACK, BEGAN_NS, NUMBER, COUNTERS, ITS_SIGNATURE, ITS_EXTRA, PLACE, ENTRIES, APPEND,
-       NUM_NAMES };
+       USUAL_AT, NO_TEXT, NUM_NAMES };
 static PyObject *names[NUM_NAMES];
 
 static int make_names(void)
@@ -136,9 +145,34 @@ static int is_watched(struct fast *fast)
                                               item(fast, DEBUG_LEVEL), NULL));
 }
 
+/* Whether another replica of this rank has found that all is as usual at this collective, which
+   all of them reach before any of them goes on; -1 on errors. */
+static int is_known_as_usual(struct fast *fast)
+{
+    PyObject *sequence = PyObject_GetAttr(item(fast, LEDGER), names[SEQUENCE]);
+    int is_known = sequence == NULL ? -1 : has(item(fast, LEDGER), USUAL_AT, sequence);
+    Py_XDECREF(sequence);
+    return is_known;
+}
+
+/* Have the other replicas of this rank find the same. */
+static int note_as_usual(struct fast *fast)
+{
+    PyObject *sequence = PyObject_GetAttr(item(fast, LEDGER), names[SEQUENCE]);
+    int is_set = sequence != NULL
+        && PyObject_SetAttr(item(fast, LEDGER), names[USUAL_AT], sequence) == 0;
+    Py_XDECREF(sequence);
+    return is_set ? 1 : -1;
+}
+
 /* Whether a collective can do without a Call, which looks at all that may be; -1 on errors. */
 static int is_as_usual(struct fast *fast)
 {
+    int is_in_rows = fast->path.route == IN_ROWS;
+    int is_known = is_in_rows ? is_known_as_usual(fast) : 0;
+    fast->is_known = is_known;
+    if (is_known)
+        return is_known < 0 ? -1 : has(item(fast, CHANNEL), INSIDE_NAME, Py_None);
     for (int name = INSIDE_NAME; name <= ON_RECEIVED; name++) {
         int is_none = has(item(fast, CHANNEL), name, Py_None);
         if (is_none != 1)
@@ -147,7 +181,9 @@ static int is_as_usual(struct fast *fast)
     if (PyDict_Size(item(fast, DEPARTED)) > 0)
         return 0;
     int watched = is_watched(fast);
-    return watched < 0 ? -1 : !watched;
+    if (watched != 0)
+        return watched < 0 ? -1 : 0;
+    return is_in_rows ? note_as_usual(fast) : 1;
 }
 
 /* ---- the steps of a call; each returns whether it has succeeded ---- */
@@ -271,7 +307,7 @@ static void set_entry(struct fast *fast, PyObject *entry)
 }
 
 /* Add an entry to the flight record: see FlightRecord.begin. */
-static PyObject *begin_entry(struct fast *fast)
+static PyObject *begin_entry(struct fast *fast, const struct given *given)
 {
     PyObject *entry = PyObject_CallFunctionObjArgs(item(fast, ENTRY_TYPE), NULL);
     PyObject *ledger = item(fast, LEDGER), *entries = NULL, *added = NULL;
@@ -285,7 +321,8 @@ static PyObject *begin_entry(struct fast *fast)
         && set_new(entry, COUNTERS, counters_of(ledger))
         && PyObject_SetAttr(entry, names[STATE], item(fast, IS_WAITING)) == 0
         && PyObject_SetAttr(entry, names[ITS_SIGNATURE], item(fast, SIGNATURE)) == 0
-        && PyObject_SetAttr(entry, names[ITS_EXTRA], item(fast, EXTRA)) == 0)
+        && PyObject_SetAttr(entry, names[ITS_EXTRA],
+                            given->text == NULL ? names[NO_TEXT] : given->text) == 0)
         entries = PyObject_GetAttr(item(fast, FLIGHT), names[ENTRIES]);
     if (entries != NULL)
         added = PyObject_CallMethodObjArgs(entries, names[APPEND], entry, NULL);
@@ -333,17 +370,19 @@ static int meet(struct fast *fast, const struct path *path, uint64_t digest)
 }
 
 /* Agree with the other ranks. */
-static int agree(struct fast *fast, const struct path *path)
+static int agree(struct fast *fast, const struct path *path, const struct given *given)
 {
-    uint64_t digest;
+    uint64_t digest, extra = 0;
     if (item(fast, MEET) == Py_None)
-        return call(fast, VOTE, NULL);
+        return call(fast, VOTE, given->extra);
     PyObject *channel = item(fast, CHANNEL);
-    if (!count(fast, path, &digest)
+    if (given->extra != NULL)
+        extra = PyLong_AsUnsignedLongLongMask(given->extra);
+    if (PyErr_Occurred() || !count(fast, path, &digest)
         || (PyDict_Size(item(fast, DEPARTED)) > 0 && !call(fast, CHECK_DEPARTED, NULL))
         || PyObject_SetAttr(channel, names[PENDING], Py_True) != 0)
         return 0;
-    int known = meet(fast, path, digest);
+    int known = meet(fast, path, digest ^ extra);
     if (known < 0)
         return 0;
     if (known == ALL_EQUAL)
@@ -435,10 +474,27 @@ static int reduce(struct fast *fast, const struct path *path, PyObject *array, P
 
 /* ---- the call ---- */
 
-/* Reduce `array`, once the channel is taken. Returns the result. */
-static PyObject *reduce_inside(struct fast *fast, PyArrayObject *array, PyObject *out)
+/* Reduce the row of one of the replicas of this rank. Returns the result. The rank agrees for all of
+   them, and adds the entry to the flight record, with the place of the first. */
+static PyObject *reduce_row(struct fast *fast, const struct given *given)
+{
+    PyObject *place = fast->is_known ? (Py_INCREF(Py_None), Py_None) : find_place(fast);
+    PyObject *results = NULL;
+    if (place != NULL)
+        results = PyObject_CallFunctionObjArgs(item(fast, ROW), given->arrays, given->out, place,
+                                               given->extra, NULL);
+    Py_XDECREF(place);
+    return results;
+}
+
+/* Reduce what is given, once the channel is taken. Returns the result. */
+static PyObject *reduce_inside(struct fast *fast, const struct given *given)
 {
     struct path path = fast->path;
+    PyArrayObject *array = (PyArrayObject *)given->arrays; /* except for BY_PYTHON and IN_ROWS */
+    PyObject *out = given->out;
+    if (path.route == IN_ROWS)
+        return reduce_row(fast, given);
     int checks = has(item(fast, CHANNEL), CHECKS, Py_True);
     PyObject *target = NULL, *begun = NULL, *entry = NULL;
     if (checks < 0)
@@ -458,7 +514,7 @@ static PyObject *reduce_inside(struct fast *fast, PyArrayObject *array, PyObject
         if (!bring(fast, &path, (PyObject *)array, target))
             goto failed;
     }
-    if (checks && ((entry = begin_entry(fast)) == NULL || !agree(fast, &path)
+    if (checks && ((entry = begin_entry(fast, given)) == NULL || !agree(fast, &path, given)
                    || !note_time(fast, entry, AGREED_NS)
                    || PyObject_SetAttr(entry, names[STATE], item(fast, IS_AGREED)) != 0))
         goto failed;
@@ -479,18 +535,35 @@ failed:
     return NULL;
 }
 
-/* all_reduce(array, out): the reduction of a plain array, written to `out` if that is not None; None
-   where a call must do it. After an error with progress, the caller gives the channel back. */
+/* Whether compiled code can read `array` and write to `out`; else with an error. */
+static int are_arrays(PyObject *array, PyObject *out)
+{
+    if (!PyArray_CheckExact(array) || !(out == Py_None || PyArray_CheckExact(out))) {
+        PyErr_SetString(PyExc_TypeError, "all_reduce takes an array, and one or None");
+        return 0;
+    }
+    if (out != Py_None
+        && PyArray_NBYTES((PyArrayObject *)out) != PyArray_NBYTES((PyArrayObject *)array)) {
+        PyErr_SetString(PyExc_ValueError, "all_reduce: array and out differ in length");
+        return 0;
+    }
+    return 1;
+}
+
+/* all_reduce(array, out[, extra, text]): the reduction of a plain array, written to `out` if that is
+   not None; None where a call must do it. If Python moves the numbers, `array` may be what it takes
+   for several. The ranks must agree on the number `extra` too, which the flight record shows as
+   `text`. After an error with progress, the caller gives the channel back. */
 static PyObject *all_reduce(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
 {
-    if (num_args != 2 || !PyArray_CheckExact(args[0])
-        || !(args[1] == Py_None || PyArray_CheckExact(args[1])))
-        return PyErr_Format(PyExc_TypeError, "all_reduce takes an array, and one or None");
     struct fast *fast = (struct fast *)self;
-    PyArrayObject *array = (PyArrayObject *)args[0];
-    if (args[1] != Py_None
-        && PyArray_NBYTES((PyArrayObject *)args[1]) != PyArray_NBYTES(array))
-        return PyErr_Format(PyExc_ValueError, "all_reduce: array and out differ in length");
+    if (num_args != 2 && num_args != 4)
+        return PyErr_Format(PyExc_TypeError, "all_reduce takes 2 or 4 arguments");
+    const struct given given = {args[0], args[1], num_args == 4 ? args[2] : NULL,
+                                num_args == 4 ? args[3] : NULL};
+    int is_by_python = fast->path.route == BY_PYTHON || fast->path.route == IN_ROWS;
+    if (!is_by_python && !are_arrays(given.arrays, given.out))
+        return NULL;
     int is_taken = is_true(PyObject_CallFunctionObjArgs(item(fast, ACQUIRE), Py_False, NULL));
     if (is_taken < 0)
         return NULL;
@@ -510,7 +583,7 @@ static PyObject *all_reduce(PyObject *self, PyObject *const *args, Py_ssize_t nu
     }
     set_entry(fast, NULL);
     fast->progress = INSIDE;
-    PyObject *result = reduce_inside(fast, array, args[1]);
+    PyObject *result = reduce_inside(fast, &given);
     if (result == NULL)
         return NULL;
     int is_outside = PyObject_SetAttr(channel, names[INSIDE_NAME], Py_None) == 0;

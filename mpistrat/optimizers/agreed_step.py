@@ -381,12 +381,12 @@ class AgreedStep:
         return wholes + [span for target in targets for span in target.spans]
 
 
-def take_together(optimizer: Any, known: PreparedStep, gradients: list[Any]) -> bool:
-    """Take a known step in one meeting of the replicas of this rank. **Collective**.
+def take_known_step(optimizer: Any, known: PreparedStep, gradients: list[Any]) -> bool:
+    """Take a step by the fast path of its reduction. **Collective**.
 
     Return False, with nothing done, where a call must do it.
     """
-    if known.joint is None or optimizer.loss_scale is not None:
+    if known.fast is None or optimizer.loss_scale is not None:
         return False
     number = int(known.iterations)
     try:
@@ -403,7 +403,7 @@ def take_together(optimizer: Any, known: PreparedStep, gradients: list[Any]) -> 
         )
         step.take()
 
-    results = known.joint.all_reduce_for(take, gradients, (rate, RATE))
-    if results:  # of replicas some of which did not come this way
+    results = known.fast.all_reduce_for(take, gradients, rate, RATE)
+    if results:  # else all replicas of this rank have taken the step together
         context.replica_set_of(known.strategy).once(functools.partial(take, results))
     return results is not None

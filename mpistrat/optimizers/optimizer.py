@@ -19,7 +19,7 @@ from mpistrat.optimizers.agreed_step import (
     AgreedStep,
     is_divided,
     summed_in_parts,
-    take_together,
+    take_known_step,
 )
 from mpistrat.optimizers.loss_scale import LossScale
 from mpistrat.optimizers.slots import (
@@ -266,7 +266,7 @@ class Optimizer(Hinted, Trackable, abc.ABC):
             known, gradients = prepared.find(replicas.channel, strategy, counter, pairs)
             if known is not None and user_warnings.empty_parts:
                 warn_of_nan(gradients, known.variables)
-            if known is not None and take_together(self, known, gradients):
+            if known is not None and take_known_step(self, known, gradients):
                 return
         with replicas.call(f"{type(self).__name__}.apply_gradients") as call:
             step = self._agreed_step(call, strategy, pairs, summed, known, gradients)

@@ -13,11 +13,11 @@ import numpy as np
 from mpistrat import context
 from mpistrat.agreement.channel import Channel
 from mpistrat.collectives.collectives import CollectiveCall
+from mpistrat.collectives.fast_reduction import FastReduction
 from mpistrat.collectives.reduction import Reduction
 from mpistrat.optimizers.device_update import SumsOfSquares
 from mpistrat.optimizers.step_gradients import prepare_sum
 from mpistrat.optimizers.update import Rule, Target, UpdateAll, slot_dtype, sums_of_all
-from mpistrat.replicas.joint_reduction import JointReduction
 from mpistrat.strategies.one_replica import default_strategy
 from mpistrat.system import units
 from mpistrat.variables import (
@@ -166,8 +166,9 @@ class PreparedStep:
     iterations: np.ndarray
     """The memory of that."""
     reduction: Reduction
-    joint: JointReduction | None
-    """What the replicas of a rank do with it together, if they share the rank."""
+    """Of the gradients."""
+    fast: FastReduction | None
+    """What repeats it, where there is compiled code."""
     parameters: str
     """Those of the optimizer that `reduction` compares."""
     updates: dict[Rule, UpdateAll | None] = field(default_factory=dict)
@@ -181,9 +182,9 @@ class PreparedStep:
         return self._sums
 
     def prepare(self, call: CollectiveCall, gradients: list[Any], parameters: str) -> None:
-        """Have the reduction compare other `parameters` from now on."""
+        """Have the ranks compare other `parameters` from now on."""
         self.reduction = prepare_sum(call, gradients, self.variables, parameters)
-        self.joint, self.parameters = call.joint(self.reduction), parameters
+        self.fast, self.parameters = call.fast(self.reduction, lends=True), parameters
 
 
 _MAX_STEPS = 64
@@ -239,6 +240,6 @@ class PreparedSteps(dict[tuple[int, ...], PreparedStep]):
         if len(self) >= _MAX_STEPS:
             self.clear()
         key = (id(call.channel), *map(id, variables))
-        memory, joint = storage_of(counter), call.joint(reduction)
-        what = variables, counter, memory, reduction, joint, parameters
+        memory, fast = storage_of(counter), call.fast(reduction, lends=True)
+        what = variables, counter, memory, reduction, fast, parameters
         self[key] = PreparedStep(call.channel, strategy, *what)

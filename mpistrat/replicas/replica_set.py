@@ -22,10 +22,9 @@ from mpistrat.collectives.collectives import Collectives
 from mpistrat.errors import CollectiveError
 from mpistrat.layout import Layout
 from mpistrat.options import VariableSynchronization
-from mpistrat.replicas.channel import ReplicaChannel, replicas_disagree
-from mpistrat.replicas.joint_reduction import joint_reduction
-from mpistrat.replicas.reducer import ReplicaLinks
-from mpistrat.replicas.threads import ReplicaCall, ReplicaThreads
+from mpistrat.replicas.replica_channel import ReplicaChannel, replicas_disagree
+from mpistrat.replicas.replica_reducer import ReplicaLinks
+from mpistrat.replicas.replica_threads import ReplicaCall, ReplicaThreads
 from mpistrat.system.callsite import failure_site, site_of_thread
 from mpistrat.tracing.spans import span
 from mpistrat.values import (
@@ -167,7 +166,6 @@ class ReplicaSet:
         channel = ReplicaChannel(ranks.channel, self._links, replica_id, self.num_replicas)
         made = ranks.again(channel, Layout(self.num_replicas, replica_id))
         made.number = ranks.number
-        made.joint_reduction = joint_reduction
         return made
 
     @property
@@ -239,6 +237,7 @@ class ReplicaSet:
     ) -> Any:
         """Return what `fn` returns of the components of each replica here, joined."""
         count, device = len(self.ids), self.ranks.device
+        is_host = device.kind != "gpu"
         rows = [self._components(each) for each in args]
         named = {name: self._components(each) for name, each in kwargs.items()}
 
@@ -247,7 +246,9 @@ class ReplicaSet:
             own_kwargs = {name: row[position] for name, row in named.items()} if named else named
             # In the context that was copied for this replica, so nobody has to set it back.
             PerReplica._num_here.set(count)
-            with context.entered(new_frame()), device.current():
+            # A thread has no current device yet.
+            on_device = contextlib.nullcontext() if is_host else device.current()
+            with context.entered(new_frame()), on_device:
                 try:
                     return fn(*own_args, **own_kwargs)
                 except BaseException as error:

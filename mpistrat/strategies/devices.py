@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mpistrat.arrays import Device
-from mpistrat.comm.device_reducers import DeviceCapabilities, DeviceCopier
-from mpistrat.comm.nccl import NcclLink
+from mpistrat.comm.device_reducers import DeviceCapabilities, DeviceCopier, NcclLink
 from mpistrat.cuda_api import count_gpus, nccl_library
 from mpistrat.errors import LaunchError
 from mpistrat.mpi.launcher import find_launcher

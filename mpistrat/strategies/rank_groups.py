@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from mpistrat.agreement.channel import Channel
-from mpistrat.agreement.groups import GroupChannel
+from mpistrat.agreement.group_channel import GroupChannel
 from mpistrat.arrays import Device
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.comm.device_reducers import DeviceCapabilities

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import mpistrat_torch_autoload
 from mpistrat.torch.datasets import HDF5Dataset
-from mpistrat.torch.drift import assert_replicas_agree
 from mpistrat.torch.launching import Options, init, set_environment, strategy
+from mpistrat.torch.module_drift import assert_replicas_agree
 from mpistrat.torch.safetensors import export_safetensors, import_safetensors
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from mpistrat.collectives.operations.all_to_all import exchange_flat
 from mpistrat.collectives.operations.broadcast import Broadcast
 from mpistrat.collectives.operations.scatter import Scatter
 from mpistrat.system.callsite import users_place
-from mpistrat.torch import reductions
+from mpistrat.torch import tensor_reductions
 from mpistrat.torch.tensors import (
     Operand,
     apart,
@@ -54,7 +54,7 @@ class Operations:
     _collectives: Collectives
     _queue: GroupQueue
 
-    def _issue(self, kind: str, body: Body, outputs: list[Any], opts: Any) -> GroupWork:
+    def issue(self, kind: str, body: Body, outputs: list[Any], opts: Any) -> GroupWork:
         """Do `body` inside the collective `kind` in turn, and return its work."""
         check_is_of_ranks(kind)
 
@@ -76,12 +76,12 @@ class Operations:
 
         def body(call: CollectiveCall) -> None:
             if tensors[0].layout is torch.sparse_coo:
-                reductions.all_reduce_sparse(call, opts.reduceOp, tensors[0])
+                tensor_reductions.all_reduce_sparse(call, opts.reduceOp, tensors[0])
             else:
                 check_writable(subject(call), tensors[0])
-                reductions.all_reduce(call, opts.reduceOp, tensors)
+                tensor_reductions.all_reduce(call, opts.reduceOp, tensors)
 
-        return self._issue("torch.all_reduce", body, tensors, opts)
+        return self.issue("torch.all_reduce", body, tensors, opts)
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> GroupWork:
         """Reduce `tensors` in place, in as few messages as possible."""
@@ -90,17 +90,17 @@ class Operations:
         def body(call: CollectiveCall) -> None:
             for each in tensors:
                 check_writable(subject(call), each)
-            reductions.all_reduce(call, opts.reduceOp, tensors)
+            tensor_reductions.all_reduce(call, opts.reduceOp, tensors)
 
-        return self._issue("torch.all_reduce_coalesced", body, tensors, opts)
+        return self.issue("torch.all_reduce_coalesced", body, tensors, opts)
 
     def reduce(self, tensors: list[torch.Tensor], opts: Any = None) -> GroupWork:
         """Reduce the tensor to one rank, in place there."""
         opts = opts or c10d.ReduceOptions()
         (tensor,) = tensors
         how = {"op": opts.reduceOp, "tensor": tensor, "root": opts.rootRank}
-        body = functools.partial(reductions.reduce, **how)
-        return self._issue("torch.reduce", body, tensors, opts)
+        body = functools.partial(tensor_reductions.reduce, **how)
+        return self.issue("torch.reduce", body, tensors, opts)
 
     def reduce_scatter(
         self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None
@@ -108,8 +108,8 @@ class Operations:
         """Reduce the tensors of all ranks for each rank to it."""
         opts = opts or c10d.ReduceScatterOptions()
         how = {"op": opts.reduceOp, "output": outputs[0], "inputs": inputs[0]}
-        body = functools.partial(reductions.reduce_scatter, **how)
-        return self._issue("torch.reduce_scatter", body, outputs, opts)
+        body = functools.partial(tensor_reductions.reduce_scatter, **how)
+        return self.issue("torch.reduce_scatter", body, outputs, opts)
 
     def reduce_scatter_single(
         self, output: torch.Tensor, source: torch.Tensor, opts: Any = None
@@ -119,9 +119,9 @@ class Operations:
 
         def body(call: CollectiveCall) -> None:
             parts = equal_parts(call, source, output)
-            reductions.reduce_scatter(call, opts.reduceOp, output, parts)
+            tensor_reductions.reduce_scatter(call, opts.reduceOp, output, parts)
 
-        return self._issue("torch.reduce_scatter_tensor", body, [output], opts)
+        return self.issue("torch.reduce_scatter_tensor", body, [output], opts)
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
@@ -133,9 +133,9 @@ class Operations:
             sources = apart_from(call, inputs, outputs)
             for output, source in zip(outputs, sources, strict=True):
                 parts = equal_parts(call, source, output)
-                reductions.reduce_scatter(call, opts.reduceOp, output, parts)
+                tensor_reductions.reduce_scatter(call, opts.reduceOp, output, parts)
 
-        return self._issue("torch.reduce_scatter_tensor_coalesced", body, outputs, opts)
+        return self.issue("torch.reduce_scatter_tensor_coalesced", body, outputs, opts)
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> GroupWork:
         """Overwrite the tensor with that of one rank."""
@@ -153,7 +153,7 @@ class Operations:
             if not is_root:
                 operand.give_back()
 
-        return self._issue("torch.broadcast", body, tensors, opts)
+        return self.issue("torch.broadcast", body, tensors, opts)
 
     def scatter(
         self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None
@@ -171,7 +171,7 @@ class Operations:
             exchange_flat(call, joined_bytes(sources), *counts, target.bytes)
             target.give_back()
 
-        return self._issue("torch.scatter", body, outputs, opts)
+        return self.issue("torch.scatter", body, outputs, opts)
 
     def gather(
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
@@ -194,7 +194,7 @@ class Operations:
             if whole is not None:
                 hand_out(whole, targets)
 
-        return self._issue("torch.gather", body, outputs, opts)
+        return self.issue("torch.gather", body, outputs, opts)
 
     def gather_single(
         self, output: torch.Tensor, source: torch.Tensor, opts: Any = None
@@ -224,14 +224,14 @@ class Operations:
             (whole,) = gather_flat(call, [source.bytes], [counts])
             hand_out(whole, targets)
 
-        return self._issue("torch.all_gather", body, outputs, opts)
+        return self.issue("torch.all_gather", body, outputs, opts)
 
     def all_gather_single(
         self, output: torch.Tensor, source: torch.Tensor, opts: Any = None
     ) -> GroupWork:
         """Receive the tensors of all ranks in one, one behind the other."""
         body = functools.partial(_gather_into, outputs=[output], inputs=[source])
-        return self._issue(
+        return self.issue(
             "torch.all_gather_into_tensor", body, [output], opts or c10d.AllgatherOptions()
         )
 
@@ -240,7 +240,7 @@ class Operations:
     ) -> GroupWork:
         """Do `all_gather_single` of each pair."""
         body = functools.partial(_gather_into, outputs=outputs, inputs=inputs)
-        return self._issue(
+        return self.issue(
             "torch.all_gather_into_tensor_coalesced", body, outputs, opts or c10d.AllgatherOptions()
         )
 
@@ -269,7 +269,7 @@ class Operations:
             for whole, of_ranks in zip(wholes, targets, strict=True):
                 hand_out(whole, of_ranks)
 
-        return self._issue(
+        return self.issue(
             "torch.all_gather_coalesced", body, outputs, opts or c10d.AllgatherOptions()
         )
 
@@ -293,7 +293,7 @@ class Operations:
             _exchange(call, joined_bytes(sources), dtype.itemsize, sent, received, whole)
             hand_out(whole, targets)
 
-        return self._issue("torch.all_to_all", body, outputs, opts)
+        return self.issue("torch.all_to_all", body, outputs, opts)
 
     def alltoall_base(
         self,
@@ -326,13 +326,11 @@ class Operations:
                 exchange_flat(call, buffer, counts, counts, target.bytes, is_even=True)
             target.give_back()
 
-        return self._issue(
-            "torch.all_to_all_single", body, [output], opts or c10d.AllToAllOptions()
-        )
+        return self.issue("torch.all_to_all_single", body, [output], opts or c10d.AllToAllOptions())
 
     def barrier(self, opts: Any = None) -> GroupWork:
         """Return once all ranks have come."""
-        return self._issue("torch.barrier", wait_for_all, [], opts)
+        return self.issue("torch.barrier", wait_for_all, [], opts)
 
     # Names of other versions of torch.
     gather_into_tensor = gather_single

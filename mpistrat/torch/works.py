@@ -26,69 +26,32 @@ _PATIENCE_S = 1.0
 """How long the end of the program waits for the thread."""
 
 
-class GroupWork(dist.Work):
-    """An operation that was issued, and its outcome.
+class Work(dist.Work):
+    """What was issued, and its outcome.
 
     Parameters
     ----------
     kind : str
         The operation, for errors.
-    operation : callable
-        Does it. Called once.
     outputs : list of torch.Tensor
         What it writes to.
     place : Place
         The line that issued it.
     """
 
-    def __init__(
-        self, kind: str, operation: Callable[[], Any], outputs: list[Any], place: Place
-    ) -> None:
+    def __init__(self, kind: str, outputs: list[Any], place: Place) -> None:
         super().__init__()
-        self._kind = kind
-        self._operation: Callable[[], Any] | None = operation
-        self._outputs = outputs
-        self._place = place
-        self._error: BaseException | None = None
-        self._is_done = False
+        self.kind, self.outputs, self.place = kind, outputs, place
+        self.error: BaseException | None = None
+        self.is_done = False
         self._is_asked = False
         """Whether the program waits for the outcome."""
-        self._running = threading.Lock()
-        # Held from the start until the operation is done: to wait is to acquire it.
-        self._running.acquire()
         self._future: torch.futures.Future[Any] | None = None
         self._unset: list[torch.futures.Future[Any]] = []
 
-    def perform(self) -> None:
-        """Do the operation on this thread, and complete the future."""
-        operation, self._operation = self._operation, None
-        assert operation is not None
-        try:
-            with on_behalf_of(self._place):
-                operation()
-        except BaseException as error:
-            self._error = error
-        # Before the future is completed: `get_future` adds its future before it looks at this, so
-        # one of the two completes it.
-        self._is_done = True
-        self._running.release()
-        self._complete_future()
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return when it is done, or raise its error; `CollectiveTimeoutError` after `timeout`."""
+    def note_asked(self) -> None:
+        """Remember that the program waits for the outcome."""
         self._is_asked = True
-        if not self._is_done:
-            seconds = -1.0 if timeout is None else timeout.total_seconds()
-            if not self._running.acquire(timeout=seconds if seconds > 0 else -1):
-                raise CollectiveTimeoutError(
-                    f"{self._kind} was not done before the timeout of wait({seconds:g} s). It is "
-                    "still under way."
-                )
-            # At once, for other threads that wait for the same operation.
-            self._running.release()
-        if self._error is not None:
-            raise self._error
-        return True
 
     def synchronize(self) -> None:
         """Do `wait`."""
@@ -96,51 +59,96 @@ class GroupWork(dist.Work):
 
     def is_completed(self) -> bool:
         """Return whether it is done, well or not."""
-        return self._is_done
+        return self.is_done
 
     def is_success(self) -> bool:
         """Return whether it is done well."""
-        return self._is_done and self._error is None
+        return self.is_completed() and self.error is None
 
     def exception(self) -> BaseException | None:
         """Return its error, if it has one."""
-        self._is_asked = True
-        return self._error
+        self.note_asked()
+        return self.error
 
     def unseen_error(self) -> BaseException | None:
         """Return its error, if the program does not ask for it."""
-        return None if self._is_asked else self._error
+        return None if self._is_asked else self.error
 
     def result(self) -> list[Any]:
         """Return the tensors that it wrote to, once it is done."""
         self.wait()
-        return self._outputs
+        return self.outputs
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future of what it writes to."""
-        self._is_asked = True
+        self.note_asked()
         if self._future is None:
             begun: torch.futures.Future[Any] = torch.futures.Future()
             # Only an error in a callback is one for the C++ code that waits for a future.
             self._future = begun.then(self._outcome)
             self._unset.append(begun)
-            if self._is_done:
-                self._complete_future()
+            # After the line before: whoever ends this sets `is_done` before it looks for a future,
+            # so one of the two completes it.
+            if self.is_done:
+                self.complete_future()
         return self._future
 
     def _outcome(self, _: Any) -> list[Any]:
-        if self._error is not None:
-            raise self._error.with_traceback(None)  # C++ would print it
-        return self._outputs
+        if self.error is not None:
+            raise self.error.with_traceback(None)  # C++ would print it
+        return self.outputs
 
-    def __repr__(self) -> str:
-        return f"{self._kind} at {format_place(self._place)}"
-
-    def _complete_future(self) -> None:
+    def complete_future(self) -> None:
+        """Complete the future, if there is one, after `is_done` was set."""
         # Callbacks run here, without a lock. Whoever takes the future out of the list completes it.
         if self._unset:
             with contextlib.suppress(IndexError):
                 self._unset.pop().set_result(None)
+
+    def __repr__(self) -> str:
+        return f"{self.kind} at {format_place(self.place)}"
+
+
+class GroupWork(Work):
+    """A collective of a group, which `operation` does. It is called once."""
+
+    def __init__(
+        self, kind: str, operation: Callable[[], Any], outputs: list[Any], place: Place
+    ) -> None:
+        super().__init__(kind, outputs, place)
+        self._operation: Callable[[], Any] | None = operation
+        self._running = threading.Lock()
+        # Held from the start until the operation is done: to wait is to acquire it.
+        self._running.acquire()
+
+    def perform(self) -> None:
+        """Do the operation on this thread, and complete the future."""
+        operation, self._operation = self._operation, None
+        assert operation is not None
+        try:
+            with on_behalf_of(self.place):
+                operation()
+        except BaseException as error:
+            self.error = error
+        self.is_done = True
+        self._running.release()
+        self.complete_future()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return when it is done, or raise its error; `CollectiveTimeoutError` after `timeout`."""
+        self.note_asked()
+        if not self.is_done:
+            seconds = -1.0 if timeout is None else timeout.total_seconds()
+            if not self._running.acquire(timeout=seconds if seconds > 0 else -1):
+                raise CollectiveTimeoutError(
+                    f"{self.kind} was not done before the timeout of wait({seconds:g} s). It is "
+                    "still under way."
+                )
+            # At once, for other threads that wait for the same operation.
+            self._running.release()
+        if self.error is not None:
+            raise self.error
+        return True
 
 
 class GroupQueue:

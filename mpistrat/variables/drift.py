@@ -78,17 +78,15 @@ def check_replicas_agree(call: CollectiveCall, variables: dict[str, Variable]) -
     # One per rank is enough: replicas of a rank share the memory of a mirrored variable.
     components = [each.values[0] for each in variables.values()]
     digests = np.array([digest_of(each) for each in components], np.uint64)
-    # The largest digest is the smallest one too where all are equal. The ranks of a replica hold
-    # different parts of a split variable, so each shard has a column; zeros change no maximum.
+    # The ranks of a replica hold different parts of a split variable, so each shard has a column;
+    # zeros change no maximum.
     layout = call.layout
     pairs = np.zeros((2, len(variables), layout.ranks_per_replica), np.uint64)
-    # The maximum of the complements is the complement of the minimum, so one MAX finds both.
     for number, variable in enumerate(variables.values()):
         columns = layout.shard if variable.split_axis is not None else slice(None)
         pairs[0, number, columns], pairs[1, number, columns] = digests[number], ~digests[number]
     signature = tuple((path, str(each.dtype), each.full_shape) for path, each in variables.items())
-    (largest,) = call.all_reduce(ReduceOp.MAX, [pairs], signature)
-    differs = largest[0] != ~largest[1]
+    differs = differ_over_ranks(call, pairs, signature)
     differing = np.flatnonzero(differs.any(axis=1)).tolist()
     if differing:
         first = differing[0]
@@ -96,9 +94,19 @@ def check_replicas_agree(call: CollectiveCall, variables: dict[str, Variable]) -
         ranks: Sequence[int] = range(layout.num_ranks)
         if variables[path].split_axis is not None:
             ranks = layout.ranks_of_shard(int(differs[first].argmax()))
-        # `largest` is equal on all ranks, so all of them raise, and all make the gather in
+        # `differs` is equal on all ranks, so all of them raise, and all make the gather in
         # `_drift`.
         raise _drift(call, path, variables[path], digests[first], ranks, len(differing))
+
+
+def differ_over_ranks(
+    call: CollectiveCall, pairs: np.ndarray, signature: object = ()
+) -> np.ndarray:
+    """Return which digests differ; `pairs` are digests and their complements. **Collective**."""
+    # The maximum of the complements is the complement of the minimum, so one MAX finds both.
+    (largest,) = call.all_reduce(ReduceOp.MAX, [pairs], signature)
+    differs: np.ndarray = largest[0] != ~largest[1]
+    return differs
 
 
 def digest_of(array: Array) -> int:

@@ -17,7 +17,7 @@ from mpistrat.arrays import Array, Device, host_view, namespace_of, native, plac
 from mpistrat.collectives.collectives import CollectiveCall, Collectives
 from mpistrat.collectives.operations.broadcast import broadcast
 from mpistrat.collectives.reduction import dtype_name
-from mpistrat.comm.node_file import share_memory_file
+from mpistrat.comm.shared_memory import share_memory_file
 from mpistrat.sharding import Box, cut
 from mpistrat.system.text import readable_size
 from mpistrat.values import IndexedSlices

@@ -5,7 +5,7 @@ import pytest
 
 import mpistrat as ms
 from mpistrat.arrays import host_view
-from mpistrat.comm.nccl import NcclReducer
+from mpistrat.comm.device_reducers import NcclReducer
 from mpistrat.comm.wire import is_narrow
 from mpistrat.cuda_api import count_gpus
 from tests.comm.test_device_reducers import DTYPES, Op, nest, numbers

@@ -9,7 +9,7 @@ from mpi4py import MPI
 
 import mpistrat as ms
 from mpistrat.arrays import Device
-from mpistrat.comm.nccl import NcclLink, NcclReducer
+from mpistrat.comm.device_reducers import NcclLink, NcclReducer
 from mpistrat.comm.packing import Message
 from mpistrat.comm.pool import Pool
 from tests.comm.fake_devices import OPS, private_world
@@ -83,7 +83,7 @@ def memory(address, count, dtype):
 def cuda(monkeypatch, strategy):
     cuda = Cuda()
     monkeypatch.setattr("mpistrat.cuda_api.cupy", lambda: types.SimpleNamespace(cuda=cuda))
-    monkeypatch.setattr("mpistrat.comm.nccl.nccl_library", lambda: cuda.nccl)
+    monkeypatch.setattr("mpistrat.comm.device_reducers.nccl_library", lambda: cuda.nccl)
 
     class Numbers(np.ndarray):
         def __eq__(self, other):

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from mpistrat.comm.node_file import MemoryFile, map_file
 from mpistrat.comm.pool import Pool
-from mpistrat.comm.shared_memory import Arena
+from mpistrat.comm.shared_memory import Arena, MemoryFile, map_file
 
 PAGE = mmap.PAGESIZE
 NUM_PAGES = 64

@@ -8,9 +8,8 @@ import pytest
 from mpistrat.comm import shared_memory
 from mpistrat.comm.packing import Message
 from mpistrat.comm.pool import Pool
-from mpistrat.comm.row_order import LocalRows, RowOrder
 from mpistrat.comm.shared_memory import NodeMemory
-from mpistrat.comm.shared_reducer import SharedMemoryReducer
+from mpistrat.comm.shared_reducer import LocalRows, RowOrder, SharedMemoryReducer
 from mpistrat.comm.transport import Occupancy
 from mpistrat.native import native_library
 from mpistrat.options import ReduceOp

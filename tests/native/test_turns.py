@@ -8,7 +8,7 @@ import time
 import pytest
 
 from mpistrat.native import native_library
-from mpistrat.replicas.threads import _PlainTurns
+from mpistrat.replicas.replica_threads import _PlainTurns
 
 WAYS = [_PlainTurns] + ([native_library()] if native_library() is not None else [])
 

@@ -206,3 +206,39 @@ def test_accumulated_gradients(strategies):
             strategy.run(step, args=(number,))
             found[way].append(as_bytes(weight.numpy()))
     assert_same(found)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_replicas": 6}], ids=["ranks", "replicas"])
+def test_ranks_on_and_off_the_fast_path_agree(options, rank, size):
+    strategy = ms.MPIStrategy(device="cpu", **options)
+    with strategy.scope():
+        weight = ms.Variable(np.zeros(4, np.float32))
+        optimizer = SGD(lambda step: 0.5 / (step + 1))
+    plain, strided = np.ones(4, np.float32), np.ones(8, np.float32)[::2]
+    taken = iter(range(100))
+
+    def step():
+        # Every rank, and with several replicas every replica, is off it at a different step.
+        gradient = strided if (next(taken) + rank) % 3 == 0 else plain
+        optimizer.apply_gradients([(gradient, weight)])
+
+    for _ in range(9):
+        strategy.run(step)
+    rates = sum(0.5 / (step + 1) for step in range(9))
+    np.testing.assert_allclose(weight.numpy(), -rates * strategy.num_replicas_in_sync, rtol=1e-6)
+    strategy.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"num_replicas": 6}], ids=["ranks", "replicas"])
+def test_a_rate_that_differs_on_the_fast_path(options, rank, size):
+    if size == 1:
+        pytest.skip("needs two ranks")
+    strategy = ms.MPIStrategy(device="cpu", **options)
+    with strategy.scope():
+        weight = ms.Variable(np.zeros(4, np.float32))
+        optimizer = SGD(lambda step: 0.5 if step < 3 else 0.25 + rank)
+    gradient = np.ones(4, np.float32)
+    for _ in range(3):
+        strategy.run(lambda: optimizer.apply_gradients([(gradient, weight)]))
+    with pytest.raises(ms.errors.CollectiveMismatchError, match="with the learning rate 0.25"):
+        strategy.run(lambda: optimizer.apply_gradients([(gradient, weight)]))

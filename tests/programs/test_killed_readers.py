@@ -44,15 +44,15 @@ def killed_write(self, leaves, target):
 cache.Record.write = killed_write
 """
 LOCK = """
-from mpistrat.comm import node_file
-lock = node_file.NodeFile.lock
+from mpistrat.comm import shared_memory
+lock = shared_memory.NodeFile.lock
 import contextlib
 @contextlib.contextmanager
 def killed_lock(self):
     with lock(self):
         kill()
         yield
-node_file.NodeFile.lock = killed_lock
+shared_memory.NodeFile.lock = killed_lock
 """
 READ = """
 columns = cache.CacheStore.columns

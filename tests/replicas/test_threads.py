@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from mpistrat.replicas.threads import ReplicaThreads
+from mpistrat.replicas.replica_threads import ReplicaThreads
 
 
 class Turns:

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 import mpistrat as ms
 from mpistrat.arrays import Device
-from mpistrat.comm.device_reducers import DeviceCapabilities, part_bytes, plan_parts
-from mpistrat.comm.nccl import NcclReducer
+from mpistrat.comm.device_reducers import DeviceCapabilities, NcclReducer, part_bytes, plan_parts
 from mpistrat.comm.pack_plan import plan_reduction
 from mpistrat.comm.selection import check_options, check_plan, choose_way
 from mpistrat.cuda_awareness import Answer, CudaAwareness

@@ -6,7 +6,7 @@ from mpi4py import MPI
 
 import mpistrat as ms
 from mpistrat.optimizers.agreed_step import AgreedStep
-from mpistrat.replicas.threads import ReplicaThreads
+from mpistrat.replicas.replica_threads import ReplicaThreads
 
 SHAPES = [(3, 2), (5,), (), (130, 40)]
 

@@ -5,7 +5,7 @@ import pytest
 from ml_dtypes import bfloat16
 
 import mpistrat as ms
-from mpistrat.replicas.reducer import ReplicaReducer
+from mpistrat.replicas.replica_reducer import ReplicaReducer
 from tests.tree_reduction import values_of
 
 COMBINE = {

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from mpistrat.errors import CollectiveTimeoutError
-from mpistrat.torch import messages
+from mpistrat.torch import point_to_point
 from tests.torch.tensors import equal
 
 pytestmark = [
@@ -169,7 +169,7 @@ def test_a_message_that_does_not_come(rank, size):
 
 def test_types_of_messages_that_mpi_cannot_count():
     for num_bytes in (2**20, 2**20 + 1, 2**31, 2**33 + 7):
-        assert messages._type_of(num_bytes).Get_size() == num_bytes
+        assert point_to_point._type_of(num_bytes).Get_size() == num_bytes
 
 
 @pytest.mark.parametrize("length", [10, 100_000])

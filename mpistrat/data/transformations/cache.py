@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpistrat import nests
-from mpistrat.comm.node_file import NodeFile
+from mpistrat.comm.shared_memory import NodeFile
 from mpistrat.data.chunks import ChunkLayout
 from mpistrat.data.order import Block, Example, Source, span_of
 from mpistrat.data.pipeline import Pipeline

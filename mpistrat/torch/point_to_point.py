@@ -11,10 +11,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from mpi4py import MPI
 
 from mpistrat.agreement.channel import Channel
@@ -23,6 +21,7 @@ from mpistrat.mpi.world import largest_tag
 from mpistrat.system.callsite import format_place, users_place
 from mpistrat.system.exit_hooks import Phase, at
 from mpistrat.torch.tensors import Operand, check_is_of_ranks, check_writable
+from mpistrat.torch.works import Work
 
 _POLLS = 50
 """How often a wait tests its message before it lets other threads and ranks have the core."""
@@ -44,7 +43,7 @@ _BLOCK_BYTES = 2**20
 _largest_tag = functools.cache(largest_tag)
 
 
-class MessageWork(dist.Work):
+class MessageWork(Work):
     """A message under way. It is not agreed upon: one rank sends, one receives."""
 
     # `peer` is the other rank, for errors. The memory of `operand` is kept until the end. The time
@@ -53,16 +52,12 @@ class MessageWork(dist.Work):
     def __init__(
         self, kind: str, peer: str, operand: Operand, request: MPI.Request, channel: Channel
     ) -> None:
-        super().__init__()
-        self._kind, self._peer = kind, peer
+        super().__init__(kind, [operand.memory], users_place(sys._getframe(2)))
+        self._peer = peer
         self._operand, self._request, self._channel = operand, request, channel
-        self._place = users_place(sys._getframe(2))
         self._status = MPI.Status()
         self._lock = threading.Lock()
         """Held while the request is tested: several threads may wait for one message."""
-        self._error: Exception | None = None
-        self._future: torch.futures.Future[Any] | None = None
-        self._is_done = False
         if not self.is_completed():
             _progress.add(self)
 
@@ -74,32 +69,31 @@ class MessageWork(dist.Work):
     def is_completed(self) -> bool:
         """Return whether the message has arrived, or its memory may be used again."""
         with self._lock:
-            is_news = not self._is_done and self._test()
-            future = self._future
-        if is_news and future is not None:
-            self._complete(future)
-        return self._is_done
+            is_news = not self.is_done and self._test()
+        if is_news:
+            self.complete_future()
+        return self.is_done
 
     def _test(self) -> bool:
         """Look once whether it is done, and end it."""
-        is_receive = self._kind == "torch.recv"
+        is_receive = self.kind == "torch.recv"
         try:
             if not self._request.Test(self._status):
                 return False
             received = self._status.Get_elements(MPI.BYTE)
             if is_receive and received != self._operand.num_bytes:
-                self._error = self._wrong_length(str(received))
+                self.error = self._wrong_length(str(received))
         except MPI.Exception as error:
             # The message is longer than the tensor. The request is over, like after a success.
             if error.Get_error_class() != MPI.ERR_TRUNCATE:
                 raise
-            self._error = self._wrong_length("more")
-        if is_receive and self._error is None:
+            self.error = self._wrong_length("more")
+        if is_receive and self.error is None:
             try:
                 self._operand.give_back()
             except RuntimeError as error:  # the tensor was resized or freed meanwhile
-                self._error = error
-        self._is_done = True
+                self.error = error
+        self.is_done = True
         return True
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -115,7 +109,7 @@ class MessageWork(dist.Work):
             # First, because it names the rank that is lost, while the time limit knows only how
             # long it was.
             if self._channel.departures.found:
-                self._channel.check_complete(f"{self._kind} at {format_place(self._place)}")
+                self._channel.check_complete(f"{self.kind} at {format_place(self.place)}")
             self._channel.check_open()
             if limit_s is not None and waited_s > limit_s:
                 raise CollectiveTimeoutError(
@@ -126,13 +120,13 @@ class MessageWork(dist.Work):
                 os.sched_yield()
             else:
                 time.sleep(_PAUSE_S)
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         return True
 
     def _subject(self) -> str:
-        channel, site = self._channel, format_place(self._place)
-        return f"{self._kind} {self._peer} at {site} on rank {channel.rank} of {channel.size}"
+        channel, site = self._channel, format_place(self.place)
+        return f"{self.kind} {self._peer} at {site} on rank {channel.rank} of {channel.size}"
 
     def _wrong_length(self, received: str) -> ValueError:
         return ValueError(
@@ -140,46 +134,11 @@ class MessageWork(dist.Work):
             "Sender and receiver must pass tensors of one dtype and shape."
         )
 
-    def synchronize(self) -> None:
-        """Do `wait`."""
-        self.wait()
-
-    def is_success(self) -> bool:
-        """Return whether it is done well."""
-        return self.is_completed() and self._error is None
-
-    def exception(self) -> Exception | None:
-        """Return its error, if it has one."""
-        return self._error
-
-    def result(self) -> list[torch.Tensor]:
-        """Return the tensor, once it is done."""
-        self.wait()
-        return [self._operand.memory]
-
     def source_rank(self) -> int:
         """Return the rank that has sent the message."""
         return int(self._status.Get_source())
 
     _source_rank = source_rank
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future of the tensor, which `wait` or `is_completed` completes."""
-        with self._lock:
-            if self._future is not None:
-                return self._future
-            future = self._future = torch.futures.Future()
-            is_done = self._is_done  # else whoever ends the message completes it
-        if is_done:
-            self._complete(future)
-        return future
-
-    def _complete(self, future: torch.futures.Future[Any]) -> None:
-        # Without the lock: callbacks run here.
-        if self._error is None:
-            future.set_result([self._operand.memory])
-        else:
-            future.set_exception(self._error)
 
 
 class _Progress:

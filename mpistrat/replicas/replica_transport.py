@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.comm.transport import NodeReducer, SoloTransport, Transport, copied
+from mpistrat.comm.transport import SoloTransport, Transport, copied
 from mpistrat.options import ReduceOp
-from mpistrat.replicas.reducer import ReplicaLinks, ReplicaReducer
+from mpistrat.replicas.replica_reducer import ReplicaLinks, ReplicaReducer
 from mpistrat.sharding import replicas_of_ranks
 
 
@@ -44,9 +44,9 @@ class ReplicaTransport(SoloTransport):
         self.comm = getattr(transport, "comm", None) if is_first else None
         """The communicator of the rank, for the first of its replicas."""
         self.has_fast_paths = transport.has_fast_paths
-        self.node: NodeReducer | None = None
+        self.node: ReplicaReducer | None = None
         if self.has_fast_paths:
-            self.node = ReplicaReducer(links, transport, replica_id, num_replicas)
+            self.node = ReplicaReducer(links, transport, num_replicas)
 
     def all_reduce(self, op: ReduceOp, source: np.ndarray, target: np.ndarray) -> None:
         """Refuse: replicas reduce by the tree of their reducer."""

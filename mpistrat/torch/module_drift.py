@@ -17,7 +17,7 @@ from mpistrat.options import ReduceOp
 from mpistrat.pytorch import host_array
 from mpistrat.system.text import rank_list, ranks_by_value
 from mpistrat.torch.launching import backend_of, strategy
-from mpistrat.variables.drift import digest_of, lines_of_groups
+from mpistrat.variables.drift import differ_over_ranks, digest_of, lines_of_groups
 
 _KIND = "torch.assert_replicas_agree"
 
@@ -59,7 +59,7 @@ def assert_replicas_agree(
     issuer = backend_of(dist.group.WORLD if group is None else group)
     opts = dist.BroadcastOptions()
     opts.asyncOp = False
-    issuer._issue(_KIND, lambda call: _compare(call, module_or_tensors), [], opts).wait()
+    issuer.issue(_KIND, lambda call: _compare(call, module_or_tensors), [], opts).wait()
 
 
 def _tensors_in(things: object) -> dict[str, torch.Tensor]:
@@ -111,9 +111,7 @@ def _compare(call: CollectiveCall, things: object) -> None:
     # Dicts may have been filled in another order on each rank.
     whole = blake2b(repr(sorted(rows)).encode(), digest_size=8).digest()
     digest = np.frombuffer(whole, np.uint64)
-    # The largest digest is the smallest one too where all are equal.
-    (largest,) = call.all_reduce(ReduceOp.MAX, [np.stack([digest, ~digest])])
-    if (largest[0] != ~largest[1]).any():
+    if differ_over_ranks(call, np.stack([digest, ~digest])).any():
         raise _drift(call, tensors, rows)
 
 

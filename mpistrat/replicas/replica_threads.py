@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextvars
 import copy
 import ctypes
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -221,7 +222,8 @@ class ReplicaThreads:
         # Before anything else: too many threads must raise before a function has begun.
         self._make_threads(len(functions) - 1)
         # Before the first function can change what belongs to a thread, such as PyTorch's modes.
-        functions = in_modes_of_here(functions)
+        if "torch" in sys.modules:
+            functions = in_modes_of_here(functions)
         # A context for each replica: a thread has none of the values that the caller has set, and
         # replicas must not see what a different one sets.
         copied, pass_turn = contextvars.copy_context, self._pass_turn

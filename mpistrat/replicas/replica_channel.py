@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from mpistrat.agreement.channel import Channel
 from mpistrat.agreement.disagreement import disagreement_error
-from mpistrat.agreement.ledger import Outcome, Signature, Status, digest_of
+from mpistrat.agreement.ledger import Outcome, Status, digest_of
+from mpistrat.collectives.reduction import Row
 from mpistrat.errors import CollectiveError
-from mpistrat.replicas.reducer import ReplicaLinks
-from mpistrat.replicas.threads import Cancelled
-from mpistrat.replicas.transport import ReplicaTransport
+from mpistrat.replicas.replica_reducer import ReplicaLinks, reduce_rows
+from mpistrat.replicas.replica_threads import Cancelled
+from mpistrat.replicas.replica_transport import ReplicaTransport
 from mpistrat.system.callsite import users_place
 from mpistrat.system.text import format_detail
 from mpistrat.tracing.flight_recorder import State
@@ -29,15 +30,8 @@ class _Vote(NamedTuple):
     signature: Any
     timeout_s: float | None
     extra: int
-    given: Any = None
-    do: Callable[[Sequence[Any]], Sequence[Any]] | None = None
-    """Work of the first replica with what all have `given`, if all vote alike."""
-
-
-class Done(NamedTuple):
-    """Result of work that was done together with the vote."""
-
-    outcome: Any
+    row: Row | None
+    """To be reduced as soon as all agree."""
 
 
 class ReplicaChannel(Channel):
@@ -62,6 +56,7 @@ class ReplicaChannel(Channel):
         self.meet = None
         self.departures = ranks.departures
         self.ledger = ranks.ledger  # whose collectives these are
+        self.row_reducer = transport.node
         # The record of the rank has the collectives of its replicas: see `_vote_as_rank`.
         self.flight.resize(1)
         self.num_strategies = ranks.num_strategies
@@ -80,7 +75,9 @@ class ReplicaChannel(Channel):
         self, status: Status, signature: object, timeout_s: float | None, extra: int = 0
     ) -> Outcome:
         """Wait for the other replicas of this rank, and take part in a round of the ranks."""
-        vote = _Vote(status, digest_of(signature) ^ extra, signature, timeout_s, extra)
+        # Only for this vote: a row that stayed would be taken for one of the next call.
+        row, self.row = self.row, None
+        vote = _Vote(status, digest_of(signature) ^ extra, signature, timeout_s, extra, row)
         try:
             outcome: Outcome = self._meet("agreement", vote, self._vote_as_rank)
         except CollectiveError:
@@ -89,32 +86,37 @@ class ReplicaChannel(Channel):
             outcome = Outcome.MIXED  # this replica has its own error to raise
         return outcome
 
-    def vote_and_do(
-        self,
-        signature: Signature,
-        timeout_s: float | None,
-        extra: int,
-        given: Any,
-        do: Callable[[Sequence[Any]], Sequence[Any]],
-    ) -> Outcome | Done:
-        """Vote for a call; once all agree, call `do` once with what the replicas here have given.
-
-        Return this replica's item of its result; or the outcome if `do` was not called, because
-        other replicas of this rank have voted without it. **Collective**.
-        """
+    def vote_with(self, row: Row, timeout_s: float | None, extra: int) -> Outcome:
+        """Vote for the reduction of `row`, which is done as soon as all agree. **Collective**."""
+        signature = row.reduction.signature
         digest = signature.digest
         if digest is None:
             digest = digest_of(signature)
-        vote = _Vote(_CALL, digest ^ extra, signature, timeout_s, extra, given, do)
-        answer: Outcome | Done = self._meet("agreement", vote, self._vote_as_rank)
-        return answer
+        vote = _Vote(_CALL, digest ^ extra, signature, timeout_s, extra, row)
+        outcome: Outcome = self._meet("agreement", vote, self._vote_as_rank)
+        return outcome
 
-    def _vote_as_rank(self, votes: list[_Vote]) -> list[Outcome | Done]:
+    def reduce_row(self, row: Row) -> None:
+        """Reduce `row` with those of the other replicas of this rank. **Collective**."""
+        self._meet("reduction", row, self._reduce_rows)
+
+    def _reduce_rows(self, rows: Sequence[Row]) -> Sequence[Row]:
+        """Reduce the rows of this rank's replicas with those of other ranks. **Collective**."""
+        try:
+            lent = reduce_rows(self, rows)
+        except BaseException as error:
+            self.leave_data(error)
+            raise
+        if lent is not None and rows[0].use is not None:
+            rows[0].use(lent)
+        return rows
+
+    def _vote_as_rank(self, votes: list[_Vote]) -> list[Outcome]:
         """Vote for this rank as its replicas do, or for a disagreement. **Collective**."""
         ranks, num_votes = self._ranks, len(votes)
-        status, digest, signature, timeout_s, extra, _, do = votes[0]
+        status, digest, signature, timeout_s, extra, _ = votes[0]
         # All at once: there is one for each replica.
-        statuses, digests, _, _, _, given, at_once = zip(*votes, strict=True)
+        statuses, digests, _, _, _, rows = zip(*votes, strict=True)
         # Replicas that differ must not keep their rank out of the round: the other ranks would wait
         # for it.
         are_equal = digests.count(digest) == num_votes == statuses.count(status)
@@ -124,7 +126,9 @@ class ReplicaChannel(Channel):
         ranks.check_open()
         # Refusals say less than a call: its kind, name and owner.
         noted = signature if len(signature) > 2 else (*signature, *("",) * (3 - len(signature)))
-        place = users_place(sys._getframe())  # the calling thread is in the first replica
+        place = None if rows[0] is None else rows[0].place
+        if place is None:
+            place = users_place(sys._getframe())  # the calling thread is in the first replica
         entry = ranks.flight.begin(ranks.ledger, noted, "", place)
         is_agreed = False
         try:
@@ -136,10 +140,9 @@ class ReplicaChannel(Channel):
                 entry.state = State.DONE
             else:
                 entry.state = State.FAILED if status is _CALL else State.REFUSED
-        # If one replica has made the call the long way, it reduces after the vote. Then all must:
-        # `do` would leave its arrays out.
-        if do is not None and is_agreed and at_once.count(do) == num_votes:
-            return list(map(Done, do(given)))
+        # If one replica brings no row yet, all of them meet again for it.
+        if is_agreed and None not in rows:
+            self._reduce_rows(rows)
         # If the replicas of every rank differ, all ranks bring `_DIFFERENT` and agree. It is a
         # disagreement all the same.
         return [outcome if are_equal else Outcome.MIXED] * len(votes)

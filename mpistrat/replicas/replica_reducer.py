@@ -2,6 +2,9 @@
 
 Each rank combines its own replicas first, as far as the tree goes inside its share: the sums that
 are left, its *pieces*, are nodes of the tree. Then the ranks combine their pieces.
+
+Each replica brings its row of arrays with its vote. If the ranks agree, one thread reduces the rows
+of all replicas of the rank, before any of them resumes.
 """
 
 from __future__ import annotations
@@ -13,12 +16,14 @@ from typing import Any
 
 import numpy as np
 
+from mpistrat.agreement.channel import Channel
+from mpistrat.arrays import Array, are_apart
+from mpistrat.collectives.reduction import Row
 from mpistrat.comm.ops import combined_pair, compiled_function, finish
 from mpistrat.comm.packing import Message
 from mpistrat.comm.pool import Pool
 from mpistrat.comm.reducers import plan_blocks, slice_lengths
-from mpistrat.comm.row_order import LocalRows, RowOrder
-from mpistrat.comm.shared_reducer import SharedMemoryReducer
+from mpistrat.comm.shared_reducer import LocalRows, RowOrder, SharedMemoryReducer
 from mpistrat.comm.transport import Transport
 from mpistrat.native import native_library
 from mpistrat.options import ReduceOp
@@ -42,12 +47,6 @@ class ReplicaLinks:
     """Calls a function on the thread that may call MPI, and waits for it."""
     messages: dict[tuple[int, int], list[np.ndarray]] = field(default_factory=dict)
     """Arrays that one replica has sent to another."""
-    attached: dict[int, Message] = field(default_factory=dict)
-    """Messages to reduce next, if the replicas agree."""
-    reduced: dict[int, Message] = field(default_factory=dict)
-    """Messages that the first replica has reduced for all."""
-    usual_at: int = -1
-    """The number of the collective that one of them has found to need no further checks."""
 
 
 class ReplicaReducer:
@@ -56,12 +55,8 @@ class ReplicaReducer:
     min_bytes = 0
     keeps_order = True
 
-    def __init__(
-        self, links: ReplicaLinks, transport: Transport, replica_id: int, num_replicas: int
-    ) -> None:
+    def __init__(self, links: ReplicaLinks, transport: Transport, num_replicas: int) -> None:
         self._meet = links.meet
-        self._attached, self._reduced = links.attached, links.reduced
-        self._replica_id = replica_id
         self._transport = transport
         self._num_replicas = num_replicas
         shares = replicas_of_ranks(num_replicas, transport.size)
@@ -92,12 +87,7 @@ class ReplicaReducer:
         return True
 
     def attach(self, message: Message) -> None:
-        """Keep `message`, which the next agreement shows to the other replicas of this rank."""
-        self._attached[self._replica_id] = message
-
-    def detach(self) -> None:
-        """Withdraw what was attached last."""
-        self._attached.pop(self._replica_id, None)
+        """Do nothing: a `Row` is what a replica brings before the ranks agree."""
 
     def way(self, op: ReduceOp, dtype: np.dtype, num_bytes: int) -> dict[str, int]:
         """Return nothing: replicas wait for each other in Python."""
@@ -109,27 +99,11 @@ class ReplicaReducer:
     def check(self) -> None:
         """Do nothing: nothing is compiled, started or to be freed here."""
 
-    withdraw = drain = revoke = close = check
+    detach = withdraw = drain = revoke = close = check
 
     def all_reduce(self, op: ReduceOp, message: Message) -> None:
         """Reduce each array of `message`. **Collective** over replicas."""
-        attached = self._attached
-        if attached.get(self._replica_id) is message:
-            # All have waited for the agreement, and the first one resumes first: it can reduce the
-            # messages of all without waiting for them again.
-            # If one of them has attached nothing, all wait for each other below, the ones with a
-            # message included.
-            if self._replica_id == self._share.start and len(attached) == len(self._share):
-                messages = [attached[each] for each in self._share]
-                self.reduce_together(op, messages)
-                attached.clear()
-                self._reduced.update(zip(self._share[1:], messages[1:], strict=True))
-                return
-            # A message that stayed would be taken for the one of the next reduction.
-            del attached[self._replica_id]
-        elif self._reduced.pop(self._replica_id, None) is message:
-            return
-        self._meet("reduction", message, functools.partial(self.reduce_together, op))
+        self._meet("reduction", message, functools.partial(self.reduce_messages, op))
 
     def reduce(self, op: ReduceOp, message: Message, root: int) -> None:
         """Reduce each array of `message`, for all replicas. **Collective** over replicas."""
@@ -140,22 +114,22 @@ class ReplicaReducer:
         self.all_reduce(op, message)
         return bool
 
-    def reduce_together(self, op: ReduceOp, messages: list[Message]) -> list[None]:
+    def reduce_messages(self, op: ReduceOp, messages: Sequence[Message]) -> list[None]:
         """Reduce the messages of this rank's replicas with those of other ranks. **Collective**."""
         first = messages[0]
         if first.num_bytes:
             targets = list(first.targets)
-            self.reduce_arrays(op, [each.sources for each in messages], targets)
+            self.reduce_rows(op, [each.sources for each in messages], targets)
             # Copied, because each replica may write to its result.
             for other in messages[1:]:
                 for target, source in zip(other.targets, targets, strict=True):
                     np.copyto(target, source.reshape(target.shape))
         return [None] * len(messages)
 
-    def reduce_arrays(
+    def reduce_rows(
         self,
         op: ReduceOp,
-        of_replicas: Sequence[Sequence[np.ndarray]],
+        rows: Sequence[Sequence[np.ndarray]],
         targets: Sequence[np.ndarray],
     ) -> None:
         """Reduce the arrays of each replica of this rank to `targets`. **Collective** over ranks.
@@ -167,9 +141,9 @@ class ReplicaReducer:
         # One pass over the memory of all replicas, in the tree over all of them: with one rank
         # there are no partial sums to exchange.
         if local is not None and self._transport.size == 1:
-            local.combine(op, self._order, _joined_rows(of_replicas), targets, divisor)
+            local.combine(op, self._order, _joined_rows(rows), targets, divisor)
             return
-        pieces = self._pieces(op, local, of_replicas)
+        pieces = self._pieces(op, local, rows)
         node = self._transport.node
         if local is not None and isinstance(node, SharedMemoryReducer):
             node.reduce_rows(op, self._order, _joined_rows(pieces), targets, divisor)
@@ -293,3 +267,86 @@ def _nodes_in(share: range, num_replicas: int) -> tuple[tuple[int, int], ...]:
     for replica in share:
         fold.add(replica, None)
     return tuple((begin, width) for begin, width, _ in fold.nodes)
+
+
+def reduce_rows(channel: Channel, rows: Sequence[Row]) -> list[Array] | None:
+    """Reduce the rows of all replicas of this rank. **Collective** over ranks.
+
+    If each row has a `use`, return the results, in memory that the next reduction may overwrite;
+    else give each row its own.
+    """
+    if rows[0].use is not None and all(row.use is not None for row in rows):
+        results = _lent_results(channel, rows)
+        for row in rows:
+            row.results = []
+        return results
+    for row in rows:
+        # The replicas agree on dtypes and shapes, but each may give arrays of any other kind.
+        if not row.reduction.is_one:
+            _reduce_packed(channel, rows)
+            return None
+    _reduce_singles(channel, rows)
+    return None
+
+
+def _lent_results(channel: Channel, rows: Sequence[Row]) -> list[Array]:
+    reduction = rows[0].reduction
+    if not reduction.keeps_dtypes:
+        _reduce_packed(channel, rows)
+        assert rows[0].results is not None
+        return rows[0].results
+    _reduce_arrays(channel, rows, reduction.lent)
+    return list[Array](reduction.lent)
+
+
+def _reduce_packed(channel: Channel, rows: Sequence[Row]) -> None:
+    """Do `reduce_rows` with all that must be joined or cast first."""
+    reducer, op, pool = channel.row_reducer, rows[0].reduction.op, channel.pool
+    assert reducer is not None
+    # Not to `out`, which may be memory that another replica reads.
+    packings = [row.reduction.pack(pool, row.arrays, None, row.lends) for row in rows]
+    for messages in zip(*[each.messages for each in packings], strict=True):
+        reducer.reduce_messages(op, messages)
+    for row, packing in zip(rows, packings, strict=True):
+        row.results = packing.unpack()
+        if row.out is not None:
+            for target, result in zip(row.out, row.results, strict=True):
+                np.copyto(target, result)
+            row.results = list(row.out)
+
+
+def _reduce_singles(channel: Channel, rows: Sequence[Row]) -> None:
+    """Do `reduce_rows` with one array of each replica, whose result has its dtype."""
+    arrays: list[np.ndarray] = [row.arrays[0] for row in rows]
+    first, pool = arrays[0], channel.pool
+    results = [
+        pool.take(first.shape, first.dtype) if row.out is None else row.out[0] for row in rows
+    ]
+    total = results[0]
+    # The memory of replicas may overlap, such as one array for all.
+    # Otherwise writing the first result would change an array that is still to be read.
+    if any(row.out is not None for row in rows) and not are_apart(arrays, results):
+        total = pool.take(first.shape, first.dtype)
+    if first.size:
+        _reduce_arrays(channel, rows, [total])
+        for result in results:
+            if result is not total:
+                np.copyto(result, total)
+    for row, result in zip(rows, results, strict=True):
+        row.results = [result]
+
+
+def _reduce_arrays(channel: Channel, rows: Sequence[Row], targets: Sequence[np.ndarray]) -> None:
+    """Write the reduction of the arrays of all rows, as they are in memory, to `targets`."""
+    reducer, reduction = channel.row_reducer, rows[0].reduction
+    assert reducer is not None
+    packs, op = reduction.plan.packs, reduction.op
+    if len(packs) == 1:
+        if packs[0].num_bytes:
+            reducer.reduce_rows(op, [row.arrays for row in rows], targets)
+        return
+    for each in packs:
+        at = [*each.small, *each.large]
+        if each.num_bytes:
+            chosen = [[row.arrays[position] for position in at] for row in rows]
+            reducer.reduce_rows(op, chosen, [targets[position] for position in at])
