@@ -94,12 +94,6 @@ def test_initial_values_that_are_made_in_parts(central):
 # Writes
 
 
-def test_a_number_in_replica_context(central, size):
-    variable = make(central, 0.0, aggregation=A.SUM)
-    central.run(lambda: variable.assign(5.0))
-    assert variable.numpy() == 5 * size
-
-
 def test_writes_that_are_refused(central, rank, others, size):
     variable = make(central, np.ones(3))
     with pytest.raises(ValueError, match="aggregation"):

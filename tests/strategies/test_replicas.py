@@ -81,19 +81,6 @@ def test_replicas_take_turns_in_order_and_meet(replicas, num, ids):
     assert seen == [(phase, each) for phase in range(3) for each in ids]
 
 
-def test_each_replica_gets_its_component_of_each_argument(replicas, ids):
-    given = as_replicas(replicas)
-    seen = []
-    replicas.run(
-        lambda a, b, c: seen.append((a, b["x"][0], c)),
-        args=(given, {"x": [given]}),
-        kwargs={"c": 7},
-    )
-    assert seen == [(float(each), float(each), 7) for each in ids]
-    by_closure = replicas.run(lambda: ms.get_replica_context().all_reduce("max", given))
-    assert by_closure.values == (float(replicas.num_replicas_in_sync - 1),) * len(ids)
-
-
 def test_what_run_returns(replicas, ids):
     marker = object()
 
@@ -182,29 +169,6 @@ def test_a_plain_array_is_no_replicas_component(replicas, ask):
         ask(replicas)
 
 
-def test_reduce_and_gather(replicas, num):
-    value = as_replicas(replicas)
-    rows = replicas.run(lambda: np.full((own() % 3, 2), own()))
-    expected = [each for each in range(num) for _ in range(each % 3)]
-    assert replicas.gather(rows, 0)[:, 0].tolist() == expected
-    assert replicas.reduce("mean", rows, axis=0).tolist() == [np.mean(expected)] * 2
-    assert replicas.reduce("max", rows, axis=(0, 1)) == max(expected)
-    with replicas.scope():
-        there = ms.Variable(0.0)
-    assert replicas.extended.reduce_to("max", value, there).values[0] == num - 1
-    pairs = [(value, there), (rows, "cpu:0")] if num < 0 else [(value, there), (value, "cpu:0")]
-    mirrored, placed = replicas.extended.batch_reduce_to("sum", pairs)
-    assert float(mirrored) == placed == num * (num - 1) / 2
-
-
-def test_reduce_to_one_rank(replicas, num, rank, size):
-    value = as_replicas(replicas)
-    for root in range(size):
-        there = f"/job:worker/task:{root}/device:CPU:0"
-        result = replicas.extended.reduce_to("sum", value, there)
-        assert result == (num * (num - 1) / 2 if rank == root else None)
-
-
 @pytest.mark.parametrize("exclusive", [False, True])
 def test_the_gradient_of_a_scan_comes_from_the_later_replicas(replicas, num, exclusive):
     torch = pytest.importorskip("torch")
@@ -221,38 +185,12 @@ def test_the_gradient_of_a_scan_comes_from_the_later_replicas(replicas, num, exc
         assert found.tolist() == [sum(range(number + 1 + exclusive, num + 1))] * 3
 
 
-def test_collectives_of_replicas(replicas, num, ids):
+def test_the_gradient_of_a_product_is_of_all_replicas(replicas, num):
     def fn():
-        replica, number = ms.get_replica_context(), own()
-        assert replica.num_replicas_in_sync == num
-        handle = replica.start_all_reduce("sum", np.full(3, number))
-        replica.barrier()
-        gathered = replica.all_gather(np.full((number % 2 + 1, 1), number), 0)
-        assert gathered[:, 0].tolist() == [each for each in range(num) for _ in range(each % 2 + 1)]
-        assert handle.wait().tolist() == [num * (num - 1) // 2] * 3
-        assert replica.all_gather_object({"a": number}) == [{"a": each} for each in range(num)]
-        assert replica.broadcast_object(f"from {number}", num - 1) == f"from {num - 1}"
-        assert replica.broadcast(number if number == 1 else None, 1) == 1
-        part = replica.reduce_scatter("sum", np.arange(num + 1))
-        lengths = [2, *[1] * (num - 1)]
-        start = sum(lengths[:number])
-        assert part.tolist() == (np.arange(start, start + lengths[number]) * num).tolist()
-        came = replica.all_to_all(np.arange(num) + 100 * number)
-        assert came.tolist() == [100 * each + number for each in range(num)]
-        assert replica.scatter(np.arange(num) * 3).tolist() == [3 * number]
-        assert replica.shift(np.array([number]), 1, fill=-1).tolist() == [number - 1]
-        assert replica.shift(np.array([number]), -1, periodic=True)[0] == (number + 1) % num
-        assert replica.scan("sum", number) == number * (number + 1) // 2
-        own_out = np.full(4, float(number))
-        assert replica.all_reduce("max", own_out, out=own_out) is own_out
-        assert own_out.tolist() == [num - 1.0] * 4
-        slices = ms.IndexedSlices(np.full((1, 2), number), [number])
-        summed = replica.all_reduce("sum", slices)
-        assert summed.indices.tolist() == list(range(num))
-        value = np.array([float(number)])
-        total = replica.all_reduce("prod", value + 1)
-        pulled = ms.gradients.all_reduce_pullback("prod", value + 1, total, np.ones(1))
-        assert_allclose(pulled, num * total / (value + 1))
+        value = np.array([own() + 1.0])
+        total = ms.get_replica_context().all_reduce("prod", value)
+        pulled = ms.gradients.all_reduce_pullback("prod", value, total, np.ones(1))
+        assert_allclose(pulled, num * total / value)
 
     replicas.run(fn)
 
@@ -476,16 +414,6 @@ def test_accumulated_gradients(replicas, num, inside):
     assert sgd.iterations.numpy() == 1
 
 
-def test_moving_averages_follow_once(replicas):
-    with replicas.scope():
-        variable = ms.Variable(np.zeros(2))
-        average = ms.optimizers.ExponentialMovingAverage(0.5)
-    replicas.run(lambda: average.apply([variable]))
-    variable.assign([4.0, 8.0])
-    replicas.run(lambda: average.apply([variable]))
-    assert average.average(variable).numpy().tolist() == [2, 4]
-
-
 class Rows:
     """An object whose state differs in length from replica to replica."""
 
@@ -565,26 +493,6 @@ def test_state_of_one_object_for_several_replicas_is_refused(replicas, num, size
             late.generator = state
 
 
-def test_metrics(replicas, num):
-    with replicas.scope():
-        mean = ms.metrics.Mean()
-    late = ms.metrics.from_sums(lambda x: {"sum": x.sum()}, lambda sums: sums["sum"])
-    with replicas.scope():
-        late = ms.metrics.from_sums(lambda x: {"sum": x.sum()}, lambda sums: sums["sum"])
-
-    def fn():
-        mean.update_state([own(), own()])
-        late.update_state(np.full(2, own()))
-        late.update_state(np.full(2, own()))
-        return mean.result()
-
-    assert replicas.run(fn).values[0] == (num - 1) / 2
-    assert mean.result() == (num - 1) / 2
-    assert late.result() == 2 * num * (num - 1)
-    mean.reset_state()
-    assert np.isnan(mean.result()) or mean.result() == 0
-
-
 def test_batches_are_split_over_replicas(replicas, num, ids):
     dataset = ms.data.Dataset.range(31).batch(10)
     calls = []
@@ -634,30 +542,6 @@ def test_other_ways_to_share_data(replicas, num, ids, policy, mpi_tmp_path, rank
         assert [[*itertools.chain(*each)] for each in zip(*parts, strict=True)] == expected
         return
     assert [each[:1].tolist() for each in leaf.values] == expected
-
-
-def test_data_sets_from_a_function(replicas, num, ids):
-    contexts = []
-
-    def dataset_fn(context):
-        contexts.append(context)
-        assert context.num_input_pipelines == context.num_replicas_in_sync == num
-        number = context.input_pipeline_id
-        return ms.data.Dataset.range(number + 1).batch(context.get_per_replica_batch_size(num))
-
-    batches = replicas.distribute_datasets_from_function(dataset_fn)
-    assert [each.input_pipeline_id for each in contexts] == ids
-    firsts = [[each.tolist() for each in batch.values] for batch in batches]
-    assert len(firsts) == num
-    assert firsts[0] == [[0]] * len(ids)
-    assert firsts[-1] == [[num - 1] if each == num - 1 else [] for each in ids]
-
-
-def test_random_numbers_depend_on_key_and_replica(replicas, ids):
-    drawn = replicas.run(lambda: ms.get_replica_context().rng(3, 4).integers(2**40))
-    for each, found in zip(ids, drawn.values, strict=True):
-        sequence = np.random.SeedSequence((3, 4), spawn_key=(2**32 - 2, each))
-        assert found == np.random.Generator(np.random.PCG64(sequence)).integers(2**40)
 
 
 def test_contexts_of_replicas(replicas, ids):
@@ -756,25 +640,6 @@ def test_batch_norm(replicas, num):
     assert_allclose(norm.moving_mean.numpy(), flat.mean(0) * 0.01, rtol=1e-4)
     y, _ = norm.forward(examples[0], training=False)
     assert y.shape == (3, 2)
-
-
-def test_a_checkpoint(replicas, num, mpi_tmp_path):
-    def make():
-        with replicas.scope():
-            variables = {
-                "mirrored": ms.Variable(np.arange(3.0)),
-                "total": ms.Variable(np.zeros(2), synchronization=ON_READ, aggregation=SUM),
-            }
-        return variables, ms.Checkpoint(**variables)
-
-    variables, checkpoint = make()
-    replicas.run(lambda: variables["total"].assign_add(np.full(2, own() + 1.0)))
-    path = checkpoint.write(mpi_tmp_path / "state.h5")
-    variables["mirrored"].assign([7.0, 7.0, 7.0])
-    again, restored = make()
-    restored.restore(path).assert_consumed()
-    assert again["mirrored"].numpy().tolist() == [0, 1, 2]
-    assert again["total"].numpy().tolist() == [num * (num + 1) / 2] * 2
 
 
 def test_a_checkpoint_keeps_the_components(replicas, num, ids, mpi_tmp_path, rank):

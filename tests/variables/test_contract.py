@@ -163,6 +163,7 @@ def test_copies_are_apart(strategy, kind):
         twin = copy.deepcopy(variable)
         variable.assign(part(variable, given_by(1)), read_value=False)
     assert type(twin) is type(variable)
+    assert (twin.name, twin.strategy) == (variable.name, strategy)
     assert twin.full_shape == variable.full_shape == SHAPE
     np.testing.assert_array_equal(whole(strategy, twin), start())
     np.testing.assert_array_equal(whole(strategy, variable), given_by(1))
