@@ -11,31 +11,18 @@ import pytest
 
 import mpistrat as ms
 from tests.devices import assert_allclose
+from tests.replica_groups import NUM_REPLICAS, replica_id
 from tests.tree_reduction import expected_reduction, values_of
 
 ON_READ = ms.VariableSynchronization.ON_READ
 SUM, MEAN = ms.VariableAggregation.SUM, ms.VariableAggregation.MEAN
 
 
-@pytest.fixture(scope="module", params=[4, 5, 12])
+@pytest.fixture(scope="module", params=NUM_REPLICAS)
 def replicas(request):
     strategy = ms.MPIStrategy(device="cpu", num_replicas=request.param)
     yield strategy
     strategy.close()
-
-
-@pytest.fixture
-def num(replicas):
-    return replicas.num_replicas_in_sync
-
-
-@pytest.fixture
-def ids(replicas):
-    return list(replicas.extended.local_replica_ids)
-
-
-def own():
-    return ms.get_replica_context().replica_id_in_sync_group
 
 
 def as_replicas(strategy):
@@ -73,8 +60,8 @@ def test_replicas_take_turns_in_order_and_meet(replicas, num, ids):
 
     def fn():
         for phase in range(3):
-            seen.append((phase, own()))
-            total = ms.get_replica_context().all_reduce("sum", own())
+            seen.append((phase, replica_id()))
+            total = ms.get_replica_context().all_reduce("sum", replica_id())
             assert total == num * (num - 1) // 2
 
     replicas.run(fn)
@@ -85,7 +72,7 @@ def test_what_run_returns(replicas, ids):
     marker = object()
 
     def fn():
-        number = own()
+        number = replica_id()
         return {
             "array": np.full(2, number),
             "number": number,
@@ -106,16 +93,16 @@ def test_what_run_returns(replicas, ids):
     assert isinstance(result["some"], ms.PerReplica) is (len(ids) > 1)
     assert replicas.run(lambda: None) is None
     assert isinstance(result["number"], ms.PerReplica)
-    numbers = replicas.run(lambda: float(own()))
+    numbers = replicas.run(lambda: float(replica_id()))
     assert repr(numbers) == f"PerReplica({', '.join(repr(float(each)) for each in ids)})"
 
 
 def test_other_structures_are_refused(replicas, ids):
     if len(ids) == 1:
-        assert len(replicas.run(lambda: [own()] * (own() + 1))) == ids[0] + 1
+        assert len(replicas.run(lambda: [replica_id()] * (replica_id() + 1))) == ids[0] + 1
         return
     with pytest.raises(ValueError, match="different structure"):
-        replicas.run(lambda: [0] * (own() + 1))
+        replicas.run(lambda: [0] * (replica_id() + 1))
 
 
 def test_local_results(replicas, ids):
@@ -174,9 +161,9 @@ def test_the_gradient_of_a_scan_comes_from_the_later_replicas(replicas, num, exc
     torch = pytest.importorskip("torch")
 
     def fn():
-        x = torch.full((3,), 1.0 + own(), requires_grad=True)
+        x = torch.full((3,), 1.0 + replica_id(), requires_grad=True)
         total = ms.get_replica_context().scan("sum", x, exclusive=exclusive)
-        (total * (own() + 1)).sum().backward()
+        (total * (replica_id() + 1)).sum().backward()
         return x.grad.numpy()
 
     for found, number in zip(
@@ -187,7 +174,7 @@ def test_the_gradient_of_a_scan_comes_from_the_later_replicas(replicas, num, exc
 
 def test_the_gradient_of_a_product_is_of_all_replicas(replicas, num):
     def fn():
-        value = np.array([own() + 1.0])
+        value = np.array([replica_id() + 1.0])
         total = ms.get_replica_context().all_reduce("prod", value)
         pulled = ms.gradients.all_reduce_pullback("prod", value, total, np.ones(1))
         assert_allclose(pulled, num * total / value)
@@ -209,16 +196,16 @@ def test_merge_call(replicas, num, ids):
         return total, number, np.zeros(()), most, "text", on_read
 
     def fn():
-        on_read.assign(float(own()))
-        of_first = {"one": own() == ids[0], "some": None if own() == ids[0] else 1.0}
+        on_read.assign(float(replica_id()))
+        of_first = {"one": replica_id() == ids[0], "some": None if replica_id() == ids[0] else 1.0}
         total, number, array, most, text, component = ms.get_replica_context().merge_call(
             merge,
-            (own(), marker, {"x": np.full(2, own())}),
+            (replica_id(), marker, {"x": np.full(2, replica_id())}),
             {"flag": True, "text": "".join(["a", "b"]), "none": None, **of_first},
         )
         assert component.shape == ()
-        assert component == own()
-        array += own()  # its own copy
+        assert component == replica_id()
+        array += replica_id()  # its own copy
         return total, number, array, most, text
 
     total, number, array, most, text = replicas.run(fn)
@@ -252,7 +239,7 @@ def test_an_error_of_a_meeting_is_raised_in_each_replica(replicas, ids):
             ms.get_replica_context().merge_call(merge)
         with pytest.raises(ValueError, match="axis"):
             ms.get_replica_context().all_gather(np.ones(2), 3)
-        caught.append(own())
+        caught.append(replica_id())
         return ms.get_replica_context().all_reduce("sum", 1)
 
     assert replicas.run(fn).values[0] == replicas.num_replicas_in_sync
@@ -267,17 +254,19 @@ def test_mirrored_variables(replicas, num, ids, rank):
         first = ms.Variable(0.0, aggregation=ms.VariableAggregation.ONLY_FIRST_REPLICA)
     assert of_first.numpy() == 3
     made = []
-    replicas.run(lambda: made.append(ms.Variable(float(own() + 3))))
+    replicas.run(lambda: made.append(ms.Variable(float(replica_id() + 3))))
     assert made[-1].numpy() == 3
     assert len(variable.values) == len(ids)
     assert not any(each.flags.writeable for each in variable.values)
     assert all(np.shares_memory(each, variable.values[0]) for each in variable.values)
 
     def fn():
-        assert variable.assign_add(np.full(2, own() + 1)).tolist() == [num * (num + 1) / 2] * 2
-        mean.assign(float(own()))
-        first.assign_add(float(own() + 3))
-        rows = ms.IndexedSlices(np.ones(1), [own() % 2])
+        assert (
+            variable.assign_add(np.full(2, replica_id() + 1)).tolist() == [num * (num + 1) / 2] * 2
+        )
+        mean.assign(float(replica_id()))
+        first.assign_add(float(replica_id() + 3))
+        rows = ms.IndexedSlices(np.ones(1), [replica_id() % 2])
         variable.scatter_add(rows, read_value=False)
 
     replicas.run(fn)
@@ -299,9 +288,9 @@ def test_sync_on_read_variables(replicas, num, ids):
         count = ms.Variable(np.int64(0), synchronization=ON_READ, aggregation=SUM)
 
     def fn():
-        total.assign_add(np.full(2, own()))
-        mean.assign(float(own()))
-        count.assign(own())
+        total.assign_add(np.full(2, replica_id()))
+        mean.assign(float(replica_id()))
+        count.assign(replica_id())
         return total.value()[0], mean.read_value()
 
     values, _ = replicas.run(fn)
@@ -346,7 +335,9 @@ def test_a_variable_made_in_a_replica_function(replicas, num, ids):
     made = []
 
     def fn():
-        variable = ms.Variable(lambda: float(own() if not ms.in_cross_replica_context() else 5))
+        variable = ms.Variable(
+            lambda: float(replica_id() if not ms.in_cross_replica_context() else 5)
+        )
         made.append(variable)
         return variable.value()
 
@@ -367,9 +358,9 @@ def test_optimizers_take_one_step_for_all(replicas, num, ids, kind):
     alone = getattr(ms.optimizers, kind)(0.5, global_clipnorm=3.0)
 
     def fn():
-        slices = ms.IndexedSlices(np.full((1, 2), own(), np.float32), [own() % 3])
+        slices = ms.IndexedSlices(np.full((1, 2), replica_id(), np.float32), [replica_id() % 3])
         before = int(optimizer.iterations.numpy())
-        optimizer.apply_gradients([(rows[own()], variable), (slices, table)])
+        optimizer.apply_gradients([(rows[replica_id()], variable), (slices, table)])
         assert int(optimizer.iterations.numpy()) == before + 1
         return before
 
@@ -393,7 +384,7 @@ def test_accumulated_gradients(replicas, num, inside):
 
     def fn():
         for micro in range(3):
-            accumulator.add([(rows[own()] * np.float32(micro + 1), variable)])
+            accumulator.add([(rows[replica_id()] * np.float32(micro + 1), variable)])
             assert accumulator.num_added == micro + 1
         if inside:
             accumulator.apply(sgd)
@@ -445,7 +436,7 @@ def states_of_replicas(strategy, seed):
 @pytest.mark.parametrize("way", ["write", "parallel", "asynchronous"])
 def test_state_of_each_replica_is_kept(replicas, num, ids, mpi_tmp_path, way):
     made, checkpoint = states_of_replicas(replicas, 1)
-    replicas.run(lambda generator: generator.random(own()), args=(made["generator"],))
+    replicas.run(lambda generator: generator.random(replica_id()), args=(made["generator"],))
     with replicas.scope():
         manager = ms.CheckpointManager(
             checkpoint,
@@ -551,9 +542,9 @@ def test_contexts_of_replicas(replicas, ids):
 
     def fn():
         seen.append(variable.get())
-        variable.set(own() + 100)
+        variable.set(replica_id() + 100)
         ms.get_replica_context().barrier()
-        assert variable.get() == own() + 100
+        assert variable.get() == replica_id() + 100
         in_thread = []
         thread = threading.Thread(target=lambda: in_thread.append(ms.has_strategy()))
         thread.start()
@@ -578,7 +569,7 @@ def test_generators_and_threads_outlive_a_run(replicas, num, ids):
     def added_up():
         total = 0
         while True:
-            total += ms.get_replica_context().all_reduce("sum", own())
+            total += ms.get_replica_context().all_reduce("sum", replica_id())
             yield total
 
     def look():
@@ -586,11 +577,11 @@ def test_generators_and_threads_outlive_a_run(replicas, num, ids):
         seen.append((ms.has_strategy(), ms.get_replica_context().replica_id_in_sync_group))
 
     def fn():
-        if own() not in totals:
-            totals[own()] = added_up()
+        if replica_id() not in totals:
+            totals[replica_id()] = added_up()
             threads.append(threading.Thread(target=look))
             threads[-1].start()
-        return next(totals[own()])
+        return next(totals[replica_id()])
 
     for number in range(1, 4):
         assert replicas.run(fn).values == (number * num * (num - 1) // 2,) * len(ids)
@@ -599,7 +590,7 @@ def test_generators_and_threads_outlive_a_run(replicas, num, ids):
         thread.join()
     assert seen == [(False, 0)] * len(ids)
     numbers = iter(ids)  # one that all replicas of the rank take from, in turn
-    assert replicas.run(lambda: next(numbers) == own()).values == (True,) * len(ids)
+    assert replicas.run(lambda: next(numbers) == replica_id()).values == (True,) * len(ids)
 
 
 @pytest.mark.parametrize("count", [1, 1000])
@@ -613,8 +604,8 @@ def test_one_replica_and_a_thousand(count, size):
         sgd = ms.optimizers.SGD(1.0)
 
     def fn():
-        sgd.apply_gradients([(rows[own()], weight)])
-        return ms.get_replica_context().all_reduce("max", own())
+        sgd.apply_gradients([(rows[replica_id()], weight)])
+        return ms.get_replica_context().all_reduce("max", replica_id())
 
     assert set(strategy.run(fn).values) == {count - 1}
     assert weight.numpy().tobytes() == (-expected_reduction("sum", rows)).tobytes()
@@ -627,7 +618,7 @@ def test_batch_norm(replicas, num):
         norm = ms.layers.BatchNorm(2, synchronized=True)
 
     def fn():
-        y, saved = norm.forward(examples[own()])
+        y, saved = norm.forward(examples[replica_id()])
         gradient, _ = norm.backward(saved, np.ones_like(y))
         assert gradient.shape == y.shape
         return y
@@ -646,7 +637,7 @@ def test_a_checkpoint_keeps_the_components(replicas, num, ids, mpi_tmp_path, ran
     with replicas.scope():
         total = ms.Variable(np.zeros(3, np.float32), synchronization=ON_READ, aggregation=SUM)
     rows = [values_of(each, 3, "f4") for each in range(num)]
-    replicas.run(lambda: total.assign(rows[own()]))
+    replicas.run(lambda: total.assign(rows[replica_id()]))
     path = ms.Checkpoint(total=total).write(mpi_tmp_path / "state.h5")
     with h5py.File(path) as file:
         assert file["replicas/total"][()].tobytes() == np.stack(rows).tobytes()
@@ -671,7 +662,7 @@ def test_replicas_run_in_the_modes_of_pytorch_that_the_caller_has(replicas):
         return [*inside, torch.is_autocast_enabled("cpu"), torch.ones(1).device.type == "meta"]
 
     def switched():
-        with torch.set_grad_enabled(own() % 2 == 0):
+        with torch.set_grad_enabled(replica_id() % 2 == 0):
             ms.get_replica_context().barrier()
             return torch.is_grad_enabled()
 
@@ -706,7 +697,7 @@ def test_replicas_meet_in_the_backward_pass(replicas, num):
     def fn():
         x, y = (torch.ones(3, requires_grad=True) for _ in range(2))
         x.register_hook(lambda gradient: ms.get_replica_context().all_reduce("mean", gradient))
-        ((Doubled.apply(y) + x) * own()).sum().backward()
+        ((Doubled.apply(y) + x) * replica_id()).sum().backward()
         return x.grad.numpy(), y.grad.numpy()
 
     for of_x in replicas.run(fn)[0].values:
