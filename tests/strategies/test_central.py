@@ -396,19 +396,6 @@ def test_files_are_those_of_mirrored_variables(
     assert as_bytes(plain.value()) == as_bytes(other.value())
 
 
-def test_a_manager_saves_in_the_background(central, shared_tmp_path, rank):
-    weight = make(central, np.arange(300_000.0))
-    with central.scope():
-        manager = ms.CheckpointManager(
-            ms.Checkpoint(weight=weight), shared_tmp_path / "runs", asynchronous=True
-        )
-        manager.save()
-        weight.assign(np.zeros(300_000))
-        manager.wait()
-        ms.Checkpoint(weight=weight).restore(manager.latest_checkpoint)
-    assert weight.numpy()[-1] == 299_999
-
-
 def test_ranks_that_disagree(central, rank, others):
     with pytest.raises(CollectiveMismatchError, match=r"\(3,\)(.|\n)*\(4,\)"):
         make(central, np.zeros(3 if others else 4), name="weight")
