@@ -16,9 +16,15 @@ from mpistrat.comm.ops import combine
 from mpistrat.comm.wire import accumulator_dtype, cast, wire_dtype
 from mpistrat.data import Dataset
 from mpistrat.errors import ContextError
-from mpistrat.metrics import Mean
-from mpistrat.optimizers import SGD
-from mpistrat.options import ReduceOp, RunOptions, VariableAggregation, VariableSynchronization
+from mpistrat.metrics import Mean, from_sums
+from mpistrat.optimizers import SGD, ExponentialMovingAverage, GradientAccumulator
+from mpistrat.options import (
+    InputContext,
+    ReduceOp,
+    RunOptions,
+    VariableAggregation,
+    VariableSynchronization,
+)
 from mpistrat.replica import ReplicaContext
 from mpistrat.strategies import (
     Strategy,
@@ -205,6 +211,9 @@ class StrategyTests:
             options=RunOptions(),
         )
         self.check_each(result, lambda number: 11 * number)
+        if self.distributes:
+            largest = self.strategy.run(lambda: replica().all_reduce("max", numbers))
+            self.check_each(largest, lambda _: self.size - 1)
 
     def test_run_refuses_bad_arguments_and_nesting(self) -> None:
         with refused(ValueError, "list or tuple"):
@@ -226,6 +235,18 @@ class StrategyTests:
 
         result = self.strategy.run(lambda: replica().merge_call(merge, args=(replica_id(),)))
         self.check_each(result, lambda _: self.total)
+
+        def merge_nest(strategy: Strategy, nest: Any, *, text: str) -> Any:
+            return strategy.reduce("max", nest["x"][0]), nest["x"], text
+
+        def fn() -> Any:
+            number = replica_id()
+            return replica().merge_call(merge_nest, ({"x": [number]},), {"text": "text"})
+
+        largest, given, text = self.strategy.run(fn)
+        self.check_each(largest, lambda _: self.size - 1)
+        self.check_each(given[0], int)
+        assert text == "text"
 
     def test_a_replica_context_ends_with_its_run(self) -> None:
         if self.distributes:
@@ -261,6 +282,40 @@ class StrategyTests:
         self.check_each(indices, lambda _: list(range(self.size)))
         self.check_each(largest, lambda _: self.size - 1)
 
+    def test_what_replicas_send_each_other(self) -> None:
+        size = self.size
+        rows = np.array_split(np.arange(size + 1), size)
+
+        def fn() -> None:
+            context, own = replica(), replica_id()
+            context.barrier()
+            assert context.all_gather_object({"a": own}) == [{"a": each} for each in range(size)]
+            assert context.broadcast_object(f"of {own}", size - 1) == f"of {size - 1}"
+            sent = np.array([own]) if own == size - 1 else None
+            assert context.broadcast(sent, size - 1).tolist() == [size - 1]
+            whole = np.arange(size + 1)
+            assert context.reduce_scatter("sum", whole).tolist() == (rows[own] * size).tolist()
+            turned = context.all_to_all(np.arange(size) + 100 * own)
+            assert turned.tolist() == [100 * each + own for each in range(size)]
+            assert context.scatter(np.arange(size) * 3).tolist() == [3 * own]
+            number = np.array([own])
+            assert context.shift(number, 1, fill=-1).tolist() == [own - 1]
+            assert context.shift(number, -1, periodic=True).tolist() == [(own + 1) % size]
+            assert context.scan("sum", number).tolist() == [own * (own + 1) // 2]
+            out = np.full(3, float(own))
+            assert context.all_reduce("max", out, out=out) is out
+            assert out.tolist() == [size - 1] * 3
+
+        self.strategy.run(fn)
+
+    def test_random_numbers_depend_on_key_and_replica(self) -> None:
+        def expected(number: int) -> int:
+            sequence = np.random.SeedSequence((3, 4), spawn_key=(2**32 - 2, number))
+            return int(np.random.Generator(np.random.PCG64(sequence)).integers(2**40))
+
+        drawn = self.strategy.run(lambda: int(replica().rng(3, 4).integers(2**40)))
+        self.check_each(drawn, expected)
+
     def test_all_gather(self) -> None:
         def fn() -> Any:
             nest = {"a": np.full((replica_id(), 2), replica_id()), "b": [np.arange(2)]}
@@ -275,6 +330,9 @@ class StrategyTests:
     def test_gather_and_its_refusals(self) -> None:
         values = self.strategy.run(lambda: np.array([replica_id()]))
         assert self.strategy.gather(values, 0).tolist() == list(range(self.size))
+        ragged = self.strategy.run(lambda: np.full((replica_id() % 3, 2), replica_id()))
+        rows = [number for number in range(self.size) for _ in range(number % 3)]
+        assert self.strategy.gather(ragged, 0)[:, 0].tolist() == rows
         numbers = self.strategy.run(lambda: float(replica_id()))
         for value, axis in [(numbers, 0), (values, 1)]:
             with refused(ValueError, "axis"):
@@ -301,11 +359,31 @@ class StrategyTests:
         joined = np.concatenate([np.arange(r + 1.0) for r in range(self.size)])
         assert self.strategy.reduce("sum", examples, axis=0) == joined.sum()
         np.testing.assert_allclose(self.strategy.reduce("mean", examples, axis=0), joined.mean())
+        both = self.strategy.run(lambda: np.full((replica_id() + 1, 2), replica_id()))
+        assert self.strategy.reduce("max", both, axis=(0, 1)) == self.size - 1
         with refused(ValueError, "axis 1"):
             self.strategy.reduce("sum", examples, axis=1)
         unknown: Any = "median"
         with refused(ValueError, "Unknown reduction"):
             self.strategy.reduce(unknown, examples, axis=0)
+
+    def test_each_task_is_a_destination(self) -> None:
+        if not self.distributes:
+            return
+        strategy = self.strategy
+        value = strategy.run(lambda: np.full(2, replica_id() + 1.0))
+        for task, device in enumerate(strategy.extended.worker_devices):
+            reduced = strategy.extended.reduce_to("sum", value, device)
+            if task == strategy.rank:
+                assert reduced.tolist() == [self.total + self.size] * 2
+            else:
+                assert reduced is None
+        variable = self.variable(np.zeros(2), "NONE")
+        pairs = [(value, variable), (value, "cpu:0")]
+        mirrored, placed = strategy.extended.batch_reduce_to("mean", pairs)
+        assert isinstance(mirrored, Mirrored)
+        assert mirrored.values[0].tolist() == placed.tolist() == [(self.size + 1) / 2] * 2
+        assert not variable.numpy().any()
 
     def test_mirrored_variables(self) -> None:
         variable = self.variable(np.zeros(2), "SUM")
@@ -327,6 +405,10 @@ class StrategyTests:
         self.check_each(self.strategy.run(variable.read_value), float)
         assert variable.numpy() == self.total
         assert self.strategy.extended.read_var(variable) == self.total
+        count, (quotient, rest) = self.variable(0, "SUM", on_read=True), divmod(-7, self.size)
+        assert count.assign(-7) == -7
+        shares = self.strategy.run(count.read_value)
+        self.check_each(shares, lambda number: quotient + (number < rest))
 
     def test_update_writes_locally(self) -> None:
         variable = self.variable(1.0, "SUM")
@@ -351,6 +433,22 @@ class StrategyTests:
                 parts = [rows[n * share : (n + 1) * share] for n in range(self.size)]
                 self.check_each(batch, parts.__getitem__)
                 assert self.strategy.reduce("sum", batch, axis=0) == sum(rows)
+                mean = self.strategy.reduce("mean", batch, axis=0)
+                np.testing.assert_allclose(mean, np.mean(rows))
+
+    def test_each_replica_may_have_a_data_set(self) -> None:
+        def make(context: InputContext) -> Dataset:
+            assert context.num_input_pipelines == context.num_replicas_in_sync == self.size
+            batch_size = context.get_per_replica_batch_size(self.size)
+            return Dataset.range(context.input_pipeline_id + 1).batch(batch_size)
+
+        batches = self.strategy.distribute_datasets_from_function(make)
+        for _ in range(2):
+            steps = 0
+            for step, batch in enumerate(batches):
+                self.check_each(batch, lambda number, step=step: [step] if step <= number else [])
+                steps += 1
+            assert steps == self.size
 
     def test_steps_take_the_sum_of_gradients(self) -> None:
         variable = self.variable(np.ones(3), "NONE")
@@ -364,9 +462,44 @@ class StrategyTests:
             assert variable.numpy().tolist() == [expected] * 3
             assert sgd.iterations.numpy() == number
 
+    def test_gradients_are_added_up(self) -> None:
+        variable = self.variable(np.ones(3), "NONE")
+        with self.strategy.scope():
+            sgd, accumulator = SGD(0.5), GradientAccumulator([variable])
+
+        def add(factor: float) -> None:
+            accumulator.add([(np.full(3, factor * (replica_id() + 1)), variable)])
+
+        for number, inside in enumerate([True, False, True], start=1):
+            self.strategy.run(add, args=(1.0,))
+            self.strategy.run(add, args=(3.0,))
+            if inside:
+                self.strategy.run(lambda: accumulator.apply(sgd))
+            else:
+                accumulator.apply(sgd)
+            expected = 1 - 2 * number * (self.total + self.size)
+            assert variable.numpy().tolist() == [expected] * 3
+            assert sgd.iterations.numpy() == number
+            assert accumulator.num_added == 0
+
+    def test_averages_follow_variables(self) -> None:
+        variable = self.variable(np.zeros(2), "NONE")
+        with self.strategy.scope():
+            average = ExponentialMovingAverage(0.5)
+        self.strategy.run(lambda: average.apply([variable]))
+        variable.assign([4.0, 8.0])
+        self.strategy.run(lambda: average.apply([variable]))
+        assert average.average(variable).numpy().tolist() == [2, 4]
+
     def test_metrics_are_of_all_replicas(self) -> None:
         with self.strategy.scope():
             mean = Mean()
+            summed = from_sums(lambda x: {"sum": x.sum()}, lambda sums: sums["sum"])
         self.strategy.run(lambda: mean.update_state(np.full(replica_id() + 1, replica_id())))
+        for _ in range(2):
+            self.strategy.run(lambda: summed.update_state(np.full(2, replica_id())))
+        assert summed.result() == 4 * self.total
         numbers = [number for number in range(self.size) for _ in range(number + 1)]
         np.testing.assert_allclose(mean.result(), np.mean(numbers), rtol=1e-6)
+        mean.reset_state()
+        assert not mean.result() > 0

@@ -7,14 +7,11 @@ import pytest
 import mpistrat as ms
 from mpistrat.cli import main
 from tests.devices import assert_allclose
+from tests.replica_groups import NUM_REPLICAS, replica_id
 from tests.tree_reduction import expected_reduction, values_of
 
 ON_READ = ms.VariableSynchronization.ON_READ
 SUM = ms.VariableAggregation.SUM
-
-
-def own():
-    return ms.get_replica_context().replica_id_in_sync_group
 
 
 def train(strategy):
@@ -35,11 +32,11 @@ def train(strategy):
     )
 
     def step(x):
-        gradient = values_of(own(), (7, 5), "f4")
+        gradient = values_of(replica_id(), (7, 5), "f4")
         objects["optimizer"].apply_gradients([(gradient, weights)])
         objects["accumulator"].add([(gradient, weights)])
-        objects["total"].assign_add(values_of(own(), 3, "c8"))
-        objects["half"].assign(np.float16(own()))
+        objects["total"].assign_add(values_of(replica_id(), 3, "c8"))
+        objects["half"].assign(np.float16(replica_id()))
         objects["mean"].update_state(x)
         objects["norm"].forward(x)
 
@@ -66,7 +63,7 @@ def contents(path):
     return found, root
 
 
-@pytest.mark.parametrize("num", [4, 5, 12])
+@pytest.mark.parametrize("num", NUM_REPLICAS)
 def test_files_do_not_depend_on_the_number_of_ranks(num, strategy, rank, mpi_tmp_path, capsys):
     of_ranks = ms.MPIStrategy(device="cpu", num_replicas=num)
     path = train(of_ranks).write(mpi_tmp_path / "ranks.h5")
@@ -85,7 +82,7 @@ def test_files_do_not_depend_on_the_number_of_ranks(num, strategy, rank, mpi_tmp
     strategy.barrier()
 
 
-@pytest.mark.parametrize("num", [4, 5, 12])
+@pytest.mark.parametrize("num", NUM_REPLICAS)
 def test_variables_made_after_the_restore_get_their_components(num, rank, size, mpi_tmp_path):
     replicas = ms.MPIStrategy(device="cpu", num_replicas=num)
     rows = [values_of(each, 3, "f4") for each in range(num)]
@@ -95,7 +92,7 @@ def test_variables_made_after_the_restore_get_their_components(num, rank, size, 
             return ms.Variable(np.zeros(3, "f4"), synchronization=ON_READ, aggregation=SUM)
 
     total = make(replicas)
-    replicas.run(lambda: total.assign(rows[own()]))
+    replicas.run(lambda: total.assign(rows[replica_id()]))
     path = ms.Checkpoint(inner={"total": total}).write(mpi_tmp_path / "state.h5")
     expected = [rows[each].tobytes() for each in replicas.extended.local_replica_ids]
     other = ms.MPIStrategy(device="cpu", num_replicas=num + 1)
@@ -127,7 +124,9 @@ def test_commands_know_the_components(rank, strategy, mpi_tmp_path, capsys):
     paths = []
     for number, swapped in enumerate([0, 1]):
         # Equal aggregates of other components.
-        replicas.run(lambda swapped=swapped: total.assign(np.full(3, float(own() ^ swapped))))
+        replicas.run(
+            lambda swapped=swapped: total.assign(np.full(3, float(replica_id() ^ swapped)))
+        )
         paths.append(str(ms.Checkpoint(total=total).write(mpi_tmp_path / f"{number}.h5")))
     without = str(ms.Checkpoint(total=ms.Variable(np.zeros(3))).write(mpi_tmp_path / "without.h5"))
     if rank == 0:

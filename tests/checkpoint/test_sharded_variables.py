@@ -96,19 +96,6 @@ def test_any_number_of_parts_writes_and_reads_the_same_file(
             assert restored.iterations.numpy() == 1
 
 
-def test_a_manager_saves_in_the_background(owners, shared_tmp_path):
-    table, sgd, checkpoint = make(owners[-1], LARGE)
-    step(table, sgd)
-    manager = ms.CheckpointManager(checkpoint, shared_tmp_path / "runs", asynchronous=True)
-    path = manager.save()
-    with owners[-1].scope():
-        table.assign(np.zeros(LARGE, np.float32))  # what was saved is a copy
-    manager.wait()
-    other, _, target = make(owners[0], LARGE, zeros)
-    target.restore(path).assert_consumed()
-    assert array_equal(other.value()[:-1], rows_from(LARGE, (0, 0))[:-1])
-
-
 def test_the_program_goes_on_as_if_nothing_had_been_cut(owners, shared_tmp_path, rank):
     found = []
     for first, second in ((owners[0], owners[0]), (owners[1], owners[-1])):

@@ -97,47 +97,6 @@ def test_any_replicas_write_and_read_the_same_file(
             assert np.allclose(slot.numpy(), 0.1)
 
 
-def test_files_of_plain_variables_and_back(owners, strategy, shared_tmp_path):
-    whole, path = numbers((5, 4)), str(shared_tmp_path / "run.h5")
-    with strategy.scope():
-        plain = ms.Variable(whole)
-    ms.Checkpoint(table=plain).write(path)
-    for number, owner in enumerate(owners):
-        with owner.scope():
-            split = ms.Variable(0 * whole, split_axis=1)
-        ms.Checkpoint(table=split).restore(path).assert_consumed()
-        assert split.numpy().tolist() == own_part(owner, whole, 1).tolist()
-        split.assign(split.numpy() + number + 1)
-        back = str(shared_tmp_path / f"back-{number}.h5")
-        ms.Checkpoint(table=split).write(back)
-        ms.Checkpoint(table=plain).restore(back)
-        assert plain.numpy().tolist() == (whole + number + 1).tolist()
-        plain.assign(whole)
-
-
-def test_a_value_waits_for_a_variable_that_is_made_later(owners, shared_tmp_path):
-    whole, path = numbers((6, 2)), str(shared_tmp_path / "run.h5")
-    for owner in owners:
-        with owner.scope():
-            table = ms.Variable(whole, split_axis=0)
-            ms.Checkpoint(table=table).write(path)
-            checkpoint = ms.Checkpoint()
-            status = checkpoint.restore(path)
-            checkpoint.table = ms.Variable(0 * whole, split_axis=0)
-        status.assert_consumed()
-        assert checkpoint.table.numpy().tolist() == own_part(owner, whole, 0).tolist()
-
-
-def test_another_shape_of_the_whole_is_refused(owners, shared_tmp_path):
-    path = str(shared_tmp_path / "run.h5")
-    for owner in owners:
-        with owner.scope():
-            table, longer = (ms.Variable(np.zeros((n, 2)), split_axis=0) for n in (4, 5))
-        ms.Checkpoint(table=table).write(path)
-        with pytest.raises(ms.errors.CheckpointMismatchError, match=r"\(5, 2\).*\(4, 2\)|\(4, 2\)"):
-            ms.Checkpoint(table=longer).restore(path)
-
-
 def test_state_is_saved_once_for_each_replica(owners, shared_tmp_path, rank):
     path = str(shared_tmp_path / "run.h5")
     for owner in owners:
@@ -149,18 +108,3 @@ def test_state_is_saved_once_for_each_replica(owners, shared_tmp_path, rank):
             expected = generator.integers(2**60)
             checkpoint.restore(path)
         assert generator.integers(2**60) == expected
-
-
-def test_managers_and_saves_in_the_background(owners, shared_tmp_path):
-    whole = numbers((7, 3))
-    for number, owner in enumerate(owners):
-        with owner.scope():
-            table = ms.Variable(whole, split_axis=0, name="table")
-            checkpoint = ms.Checkpoint(table=table)
-            folder = shared_tmp_path / str(number)
-            manager = ms.CheckpointManager(checkpoint, folder, asynchronous=True)
-            manager.save()
-            manager.wait()
-            table.assign(0 * table.numpy())
-            manager.restore_or_initialize()
-        assert table.numpy().tolist() == own_part(owner, whole, 0).tolist()

@@ -46,18 +46,6 @@ def test_gathers_broadcasts_and_numbers(strategy, rank, size):
     assert total == 2 * size
 
 
-def test_reductions_under_way_and_to_one_rank(strategy, rank, size):
-    value = np.full(3, rank, bfloat16)
-
-    def fn():
-        return ms.get_replica_context().start_all_reduce("sum", [value]).wait()[0]
-
-    assert result_of(strategy, fn).tolist() == [triangle(size)] * 3
-    there = "/job:worker/task:0/device:CPU:0"
-    total = strategy.extended.reduce_to("sum", value, there)
-    assert (total is None) if rank else (total.tolist() == [triangle(size)] * 3)
-
-
 @pytest.mark.host_memory
 def test_variables(strategy, rank, size):
     on_read = ms.VariableSynchronization.ON_READ

@@ -82,12 +82,6 @@ def test_all_to_all_turns_parts_around(strategy, rank, size, split, concat):
     assert_array_equal(found, np.concatenate(expected, concat))
 
 
-def test_all_to_all_twice_is_nothing(strategy, rank, size):
-    own = of_rank(rank, (2 * size, 3))
-    found = run(strategy, lambda ctx: ctx.all_to_all(ctx.all_to_all(own)))
-    assert_array_equal(found, own)
-
-
 @pytest.mark.parametrize("gives", ["nothing", "a value"])
 @pytest.mark.parametrize("dtype", [*DTYPES, "?", "S3", ">f4"])
 def test_broadcast_and_scatter_bring_what_the_root_has(strategy, rank, size, gives, dtype):

@@ -94,12 +94,6 @@ def test_initial_values_that_are_made_in_parts(central):
 # Writes
 
 
-def test_a_number_in_replica_context(central, size):
-    variable = make(central, 0.0, aggregation=A.SUM)
-    central.run(lambda: variable.assign(5.0))
-    assert variable.numpy() == 5 * size
-
-
 def test_writes_that_are_refused(central, rank, others, size):
     variable = make(central, np.ones(3))
     with pytest.raises(ValueError, match="aggregation"):
@@ -400,19 +394,6 @@ def test_files_are_those_of_mirrored_variables(
     plain = ms.Variable(np.zeros_like(value))
     ms.Checkpoint(weight=plain).restore(path).expect_partial()
     assert as_bytes(plain.value()) == as_bytes(other.value())
-
-
-def test_a_manager_saves_in_the_background(central, shared_tmp_path, rank):
-    weight = make(central, np.arange(300_000.0))
-    with central.scope():
-        manager = ms.CheckpointManager(
-            ms.Checkpoint(weight=weight), shared_tmp_path / "runs", asynchronous=True
-        )
-        manager.save()
-        weight.assign(np.zeros(300_000))
-        manager.wait()
-        ms.Checkpoint(weight=weight).restore(manager.latest_checkpoint)
-    assert weight.numpy()[-1] == 299_999
 
 
 def test_ranks_that_disagree(central, rank, others):

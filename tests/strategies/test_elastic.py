@@ -142,35 +142,6 @@ def test_components_of_any_length_come_back(job, size):
     assert ids == list(strategy.extended.local_replica_ids)
 
 
-@pytest.mark.parametrize("inside", [True, False])
-def test_added_gradients_are_kept(job, inside):
-    strategy = make(elastic=True)
-    with strategy.scope():
-        weight, sgd = ms.Variable(np.zeros(2)), ms.optimizers.SGD(1.0)
-    accumulator = ms.optimizers.GradientAccumulator([weight])
-
-    def add(number):
-        replica = ms.get_replica_context().replica_id_in_sync_group
-        accumulator.add([(np.full(2, 10.0**number * (replica + 1)), weight)])
-        assert accumulator.num_added == number + 1
-
-    job.repeated = lambda number: number % 2 == 0
-    total = sum(range(1, NUM_REPLICAS + 1))
-    for step in range(1, 3):
-        for number in range(3):
-            strategy.run(add, args=(number,))
-        if inside:
-            strategy.run(lambda: accumulator.apply(sgd))
-        else:
-            [(gradient, _)] = accumulator.grads_and_vars()
-            assert_array_equal(gradient, np.full(2, 111.0 * total))
-            accumulator.apply(sgd)
-        assert_array_equal(weight.numpy(), np.full(2, -111.0 * total * step))
-    strategy.run(add, args=(0,))
-    accumulator.reset()
-    assert strategy.reduce("sum", strategy.run(lambda: accumulator.num_added)) == 0
-
-
 @pytest.mark.parametrize("policy", ["FILE", "OFF"])
 def test_batches_of_any_division_are_read_again(job, mpi_tmp_path, policy):
     if MPI.COMM_WORLD.rank == 0:

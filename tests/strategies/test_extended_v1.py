@@ -9,7 +9,7 @@ import pytest
 import mpistrat as ms
 from mpistrat.errors import ContextError, OutOfRangeError
 from tests import devices
-from tests.helpers import filenames, triangle
+from tests.helpers import filenames
 
 ON_READ = ms.VariableSynchronization.ON_READ
 SUM, MEAN = ms.VariableAggregation.SUM, ms.VariableAggregation.MEAN
@@ -259,17 +259,6 @@ def test_variable_created_in_scope_knows_strategies_apart(strategy, variable):
     assert not default.extended.variable_created_in_scope(variable)
 
 
-@pytest.mark.parametrize(
-    ("aggregation", "expected"),
-    [(SUM, lambda size: 2 * size + triangle(size)), (MEAN, lambda size: 2 + (size - 1) / 2)],
-)
-def test_read_var_aggregates(strategy, rank, size, aggregation, expected):
-    with strategy.scope():
-        total = ms.Variable(2.0, synchronization=ON_READ, aggregation=aggregation)
-    strategy.run(lambda: total.assign_add(rank, read_value=False))
-    assert strategy.extended.read_var(total) == expected(size)
-
-
 def test_read_var_is_the_value_at_that_time(strategy, variable):
     read = strategy.extended.read_var(variable)
     plain = ms.Variable(3.0)
@@ -363,12 +352,6 @@ def test_properties_of_the_extended_strategy(strategy, rank, size):
     assert extended.experimental_require_static_shapes is False
     assert extended.should_checkpoint is (rank == 0)
     assert extended.should_save_summary is (rank == 0)
-
-
-def test_worker_devices_are_destinations(strategy, rank, size):
-    for r, device in enumerate(strategy.extended.worker_devices):
-        reduced = strategy.extended.reduce_to("sum", 1, device)
-        assert (reduced == size) if r == rank else (reduced is None)
 
 
 def test_devices_of_a_replica(strategy, rank):

@@ -28,12 +28,6 @@ def test_destinations(strategy, variable, rank, size):
         assert strategy.extended.reduce_to("sum", value, device).tolist() == [triangle(size)] * 2
 
 
-def test_one_rank_as_destination(strategy, rank, size):
-    last = size - 1
-    result = strategy.extended.reduce_to("mean", rank, f"/job:worker/task:{last}/device:CPU:0")
-    assert (result == (size - 1) / 2) if rank == last else (result is None)
-
-
 def test_mirrored_values(strategy, variable):
     mirrored = ms.Mirrored(np.ones(2))
     assert strategy.extended.reduce_to("mean", mirrored, variable).values[0].tolist() == [1, 1]

@@ -8,31 +8,18 @@ from mpi4py import MPI
 
 import mpistrat as ms
 from mpistrat.failures.peers import describe_rank_state, rank_state
+from tests.replica_groups import NUM_REPLICAS, replica_id
 
 
-@pytest.fixture(params=[4, 5, 12])
+@pytest.fixture(params=NUM_REPLICAS)
 def replicas(request):
     comm = MPI.COMM_WORLD.Dup()
     return ms.MPIStrategy(comm, device="cpu", num_replicas=request.param)
 
 
-@pytest.fixture
-def num(replicas):
-    return replicas.num_replicas_in_sync
-
-
-@pytest.fixture
-def ids(replicas):
-    return list(replicas.extended.local_replica_ids)
-
-
-def own():
-    return ms.get_replica_context().replica_id_in_sync_group
-
-
 def check_works(strategy):
     num = strategy.num_replicas_in_sync
-    total = strategy.run(lambda: ms.get_replica_context().all_reduce("sum", own()))
+    total = strategy.run(lambda: ms.get_replica_context().all_reduce("sum", replica_id()))
     assert total.values[0] == num * (num - 1) // 2
     assert not ms.has_strategy()
 
@@ -50,13 +37,13 @@ def test_an_error_of_all_leaves_run_unchanged(replicas):
 
 
 def all_to_all(replica, odd=-1):
-    return replica.all_to_all(np.zeros((12, 2 + (own() == odd))))
+    return replica.all_to_all(np.zeros((12, 2 + (replica_id() == odd))))
 
 
 AFTER = {
     "all_reduce": lambda replica: replica.all_reduce("sum", np.ones(3)),
     "all_gather": lambda replica: replica.all_gather(np.ones(3), 0),
-    "all_gather_object": lambda replica: replica.all_gather_object(own()),
+    "all_gather_object": lambda replica: replica.all_gather_object(replica_id()),
     "all_to_all": all_to_all,
     "broadcast": lambda replica: replica.broadcast(np.ones(3)),
 }
@@ -91,9 +78,9 @@ def test_others_never_begin_or_are_unwound(replicas, ids, who):
     seen = []
 
     def fn():
-        seen.append(("begin", own()))
+        seen.append(("begin", replica_id()))
         try:
-            if own() == guilty:
+            if replica_id() == guilty:
                 raise OSError("mine")
             ms.get_replica_context().all_reduce("sum", 1)
         except OSError:
@@ -101,8 +88,8 @@ def test_others_never_begin_or_are_unwound(replicas, ids, who):
         except Exception as error:
             seen.append(("wrong", error))
         finally:
-            seen.append(("end", own()))
-            if own() != guilty:
+            seen.append(("end", replica_id()))
+            if replica_id() != guilty:
                 with pytest.raises(ms.errors.ContextError, match="another one has failed"):
                     ms.get_replica_context().all_reduce("sum", 1)
 
@@ -122,7 +109,7 @@ def test_an_error_in_a_caught_block_of_the_first_does_not_surface_there(replicas
 
     def fn():
         try:
-            if own() == ids[-1]:
+            if replica_id() == ids[-1]:
                 raise LookupError("last")
             ms.get_replica_context().barrier()
         except Exception as error:
@@ -137,11 +124,11 @@ def test_an_error_in_a_caught_block_of_the_first_does_not_surface_there(replicas
 def test_replicas_that_fail_because_another_one_has_do_not_count(replicas, ids):
     def fn():
         try:
-            if own() == ids[-1]:
+            if replica_id() == ids[-1]:
                 raise OSError("mine")
             ms.get_replica_context().barrier()
         finally:
-            if own() != ids[-1]:
+            if replica_id() != ids[-1]:
                 raise KeyError("while it ends")  # in as many as the rank has more
 
     with pytest.raises(OSError, match="mine"):
@@ -175,7 +162,7 @@ def test_replicas_of_a_rank_that_differ(replicas, num, ids, size, case):
         return None
 
     def fn():
-        replica, is_last = ms.get_replica_context(), own() == ids[-1]
+        replica, is_last = ms.get_replica_context(), replica_id() == ids[-1]
         if case == "merged code":
             replica.merge_call(other if is_last else one)
         elif case == "merged keywords":
@@ -235,7 +222,7 @@ def test_a_late_rank_is_where_the_replica_is_whose_turn_it_is(replicas, ids):
 
     def fn():
         ms.get_replica_context().barrier()
-        if own() == ids[-1]:
+        if replica_id() == ids[-1]:
             ask()
 
     replicas.run(fn)
@@ -250,7 +237,7 @@ def test_one_rank_alone_that_differs(replicas, ids, rank, size):
         pytest.skip("needs two ranks")
 
     def fn():
-        op = "max" if own() == 0 else "sum"
+        op = "max" if replica_id() == 0 else "sum"
         ms.get_replica_context().all_reduce(op, 1.0)
 
     with pytest.raises(ms.errors.CollectiveMismatchError, match="all_reduce"):
@@ -262,7 +249,7 @@ def test_replicas_of_one_rank_that_merge_otherwise_stop_all_ranks(replicas, rank
 
     def fn():
         replica = ms.get_replica_context()
-        replica.merge_call(lambda strategy, *args: None, (1.0,) * (1 + (own() == first[-1])))
+        replica.merge_call(lambda strategy, *args: None, (1.0,) * (1 + (replica_id() == first[-1])))
         replica.barrier()
 
     if len(first) == 1:
@@ -287,7 +274,7 @@ def test_merge_functions_of_equal_code(replicas, num):
 
     for make in (Merge, lambda: Merge().method, lambda: functools.partial(plain, 0)):
         found = replicas.run(
-            lambda make=make: ms.get_replica_context().merge_call(make(), (own(),))
+            lambda make=make: ms.get_replica_context().merge_call(make(), (replica_id(),))
         )
         assert found.values[0] == num * (num - 1) // 2
 
@@ -296,7 +283,7 @@ def test_an_error_in_one_replica_alone(replicas, num, rank, size):
     guilty = num - 1
 
     def fn():
-        if own() == guilty:
+        if replica_id() == guilty:
             raise KeyError("mine")
         return ms.get_replica_context().all_reduce("sum", 1)
 
@@ -320,7 +307,7 @@ def test_an_error_in_one_replica_alone(replicas, num, rank, size):
 def test_the_end_of_the_program_in_a_replica(replicas, ids):
     def fn():
         ms.get_replica_context().barrier()
-        if own() == ids[-1]:
+        if replica_id() == ids[-1]:
             raise SystemExit(3)
         ms.get_replica_context().barrier()
 

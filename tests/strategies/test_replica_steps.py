@@ -7,18 +7,15 @@ from mpi4py import MPI
 import mpistrat as ms
 from mpistrat.optimizers.agreed_step import AgreedStep
 from mpistrat.replicas.replica_threads import ReplicaThreads
+from tests.replica_groups import NUM_REPLICAS, replica_id
 
 SHAPES = [(3, 2), (5,), (), (130, 40)]
 
 
-@pytest.fixture(params=[4, 5, 12])
+@pytest.fixture(params=NUM_REPLICAS)
 def replicas(request):
     comm = MPI.COMM_WORLD.Dup()
     return ms.MPIStrategy(comm, device="cpu", num_replicas=request.param)
-
-
-def own():
-    return ms.get_replica_context().replica_id_in_sync_group
 
 
 def gradient_of(replica, step, shape, dtype=np.float32):
@@ -41,8 +38,8 @@ class Twins:
         """Take a step with gradients that `change` may return in another form."""
 
         def fn():
-            gradients = [gradient_of(own(), number, each, self.dtype) for each in SHAPES]
-            changed = [change(own(), each) for each in gradients]
+            gradients = [gradient_of(replica_id(), number, each, self.dtype) for each in SHAPES]
+            changed = [change(replica_id(), each) for each in gradients]
             self.optimizer.apply_gradients(zip(changed, self.variables, strict=True))
 
         self.strategy.run(fn)
@@ -152,11 +149,11 @@ def test_an_update_that_raises_does_so_in_every_replica(replicas, monkeypatch):
         raise MemoryError("no room")
 
     def fn():
-        gradients = [gradient_of(own(), 2, each) for each in SHAPES]
+        gradients = [gradient_of(replica_id(), 2, each) for each in SHAPES]
         try:
             twins.optimizer.apply_gradients(zip(gradients, twins.variables, strict=True))
         except MemoryError:
-            caught.append(own())
+            caught.append(replica_id())
 
     monkeypatch.setattr(AgreedStep, "take", fails)
     replicas.run(fn)
@@ -173,7 +170,7 @@ def test_replicas_that_repeat_different_steps(replicas):
         other = ms.Variable(np.ones(2, np.float32), name="other")
 
     def fn(pairs_of):
-        twins.optimizer.apply_gradients(pairs_of(own()))
+        twins.optimizer.apply_gradients(pairs_of(replica_id()))
 
     known = [
         lambda _: [(np.ones(2, np.float32), other)],

@@ -11,31 +11,18 @@ import pytest
 
 import mpistrat as ms
 from tests.devices import assert_allclose
+from tests.replica_groups import NUM_REPLICAS, replica_id
 from tests.tree_reduction import expected_reduction, values_of
 
 ON_READ = ms.VariableSynchronization.ON_READ
 SUM, MEAN = ms.VariableAggregation.SUM, ms.VariableAggregation.MEAN
 
 
-@pytest.fixture(scope="module", params=[4, 5, 12])
+@pytest.fixture(scope="module", params=NUM_REPLICAS)
 def replicas(request):
     strategy = ms.MPIStrategy(device="cpu", num_replicas=request.param)
     yield strategy
     strategy.close()
-
-
-@pytest.fixture
-def num(replicas):
-    return replicas.num_replicas_in_sync
-
-
-@pytest.fixture
-def ids(replicas):
-    return list(replicas.extended.local_replica_ids)
-
-
-def own():
-    return ms.get_replica_context().replica_id_in_sync_group
 
 
 def as_replicas(strategy):
@@ -73,32 +60,19 @@ def test_replicas_take_turns_in_order_and_meet(replicas, num, ids):
 
     def fn():
         for phase in range(3):
-            seen.append((phase, own()))
-            total = ms.get_replica_context().all_reduce("sum", own())
+            seen.append((phase, replica_id()))
+            total = ms.get_replica_context().all_reduce("sum", replica_id())
             assert total == num * (num - 1) // 2
 
     replicas.run(fn)
     assert seen == [(phase, each) for phase in range(3) for each in ids]
 
 
-def test_each_replica_gets_its_component_of_each_argument(replicas, ids):
-    given = as_replicas(replicas)
-    seen = []
-    replicas.run(
-        lambda a, b, c: seen.append((a, b["x"][0], c)),
-        args=(given, {"x": [given]}),
-        kwargs={"c": 7},
-    )
-    assert seen == [(float(each), float(each), 7) for each in ids]
-    by_closure = replicas.run(lambda: ms.get_replica_context().all_reduce("max", given))
-    assert by_closure.values == (float(replicas.num_replicas_in_sync - 1),) * len(ids)
-
-
 def test_what_run_returns(replicas, ids):
     marker = object()
 
     def fn():
-        number = own()
+        number = replica_id()
         return {
             "array": np.full(2, number),
             "number": number,
@@ -119,16 +93,16 @@ def test_what_run_returns(replicas, ids):
     assert isinstance(result["some"], ms.PerReplica) is (len(ids) > 1)
     assert replicas.run(lambda: None) is None
     assert isinstance(result["number"], ms.PerReplica)
-    numbers = replicas.run(lambda: float(own()))
+    numbers = replicas.run(lambda: float(replica_id()))
     assert repr(numbers) == f"PerReplica({', '.join(repr(float(each)) for each in ids)})"
 
 
 def test_other_structures_are_refused(replicas, ids):
     if len(ids) == 1:
-        assert len(replicas.run(lambda: [own()] * (own() + 1))) == ids[0] + 1
+        assert len(replicas.run(lambda: [replica_id()] * (replica_id() + 1))) == ids[0] + 1
         return
     with pytest.raises(ValueError, match="different structure"):
-        replicas.run(lambda: [0] * (own() + 1))
+        replicas.run(lambda: [0] * (replica_id() + 1))
 
 
 def test_local_results(replicas, ids):
@@ -182,37 +156,14 @@ def test_a_plain_array_is_no_replicas_component(replicas, ask):
         ask(replicas)
 
 
-def test_reduce_and_gather(replicas, num):
-    value = as_replicas(replicas)
-    rows = replicas.run(lambda: np.full((own() % 3, 2), own()))
-    expected = [each for each in range(num) for _ in range(each % 3)]
-    assert replicas.gather(rows, 0)[:, 0].tolist() == expected
-    assert replicas.reduce("mean", rows, axis=0).tolist() == [np.mean(expected)] * 2
-    assert replicas.reduce("max", rows, axis=(0, 1)) == max(expected)
-    with replicas.scope():
-        there = ms.Variable(0.0)
-    assert replicas.extended.reduce_to("max", value, there).values[0] == num - 1
-    pairs = [(value, there), (rows, "cpu:0")] if num < 0 else [(value, there), (value, "cpu:0")]
-    mirrored, placed = replicas.extended.batch_reduce_to("sum", pairs)
-    assert float(mirrored) == placed == num * (num - 1) / 2
-
-
-def test_reduce_to_one_rank(replicas, num, rank, size):
-    value = as_replicas(replicas)
-    for root in range(size):
-        there = f"/job:worker/task:{root}/device:CPU:0"
-        result = replicas.extended.reduce_to("sum", value, there)
-        assert result == (num * (num - 1) / 2 if rank == root else None)
-
-
 @pytest.mark.parametrize("exclusive", [False, True])
 def test_the_gradient_of_a_scan_comes_from_the_later_replicas(replicas, num, exclusive):
     torch = pytest.importorskip("torch")
 
     def fn():
-        x = torch.full((3,), 1.0 + own(), requires_grad=True)
+        x = torch.full((3,), 1.0 + replica_id(), requires_grad=True)
         total = ms.get_replica_context().scan("sum", x, exclusive=exclusive)
-        (total * (own() + 1)).sum().backward()
+        (total * (replica_id() + 1)).sum().backward()
         return x.grad.numpy()
 
     for found, number in zip(
@@ -221,38 +172,12 @@ def test_the_gradient_of_a_scan_comes_from_the_later_replicas(replicas, num, exc
         assert found.tolist() == [sum(range(number + 1 + exclusive, num + 1))] * 3
 
 
-def test_collectives_of_replicas(replicas, num, ids):
+def test_the_gradient_of_a_product_is_of_all_replicas(replicas, num):
     def fn():
-        replica, number = ms.get_replica_context(), own()
-        assert replica.num_replicas_in_sync == num
-        handle = replica.start_all_reduce("sum", np.full(3, number))
-        replica.barrier()
-        gathered = replica.all_gather(np.full((number % 2 + 1, 1), number), 0)
-        assert gathered[:, 0].tolist() == [each for each in range(num) for _ in range(each % 2 + 1)]
-        assert handle.wait().tolist() == [num * (num - 1) // 2] * 3
-        assert replica.all_gather_object({"a": number}) == [{"a": each} for each in range(num)]
-        assert replica.broadcast_object(f"from {number}", num - 1) == f"from {num - 1}"
-        assert replica.broadcast(number if number == 1 else None, 1) == 1
-        part = replica.reduce_scatter("sum", np.arange(num + 1))
-        lengths = [2, *[1] * (num - 1)]
-        start = sum(lengths[:number])
-        assert part.tolist() == (np.arange(start, start + lengths[number]) * num).tolist()
-        came = replica.all_to_all(np.arange(num) + 100 * number)
-        assert came.tolist() == [100 * each + number for each in range(num)]
-        assert replica.scatter(np.arange(num) * 3).tolist() == [3 * number]
-        assert replica.shift(np.array([number]), 1, fill=-1).tolist() == [number - 1]
-        assert replica.shift(np.array([number]), -1, periodic=True)[0] == (number + 1) % num
-        assert replica.scan("sum", number) == number * (number + 1) // 2
-        own_out = np.full(4, float(number))
-        assert replica.all_reduce("max", own_out, out=own_out) is own_out
-        assert own_out.tolist() == [num - 1.0] * 4
-        slices = ms.IndexedSlices(np.full((1, 2), number), [number])
-        summed = replica.all_reduce("sum", slices)
-        assert summed.indices.tolist() == list(range(num))
-        value = np.array([float(number)])
-        total = replica.all_reduce("prod", value + 1)
-        pulled = ms.gradients.all_reduce_pullback("prod", value + 1, total, np.ones(1))
-        assert_allclose(pulled, num * total / (value + 1))
+        value = np.array([replica_id() + 1.0])
+        total = ms.get_replica_context().all_reduce("prod", value)
+        pulled = ms.gradients.all_reduce_pullback("prod", value, total, np.ones(1))
+        assert_allclose(pulled, num * total / value)
 
     replicas.run(fn)
 
@@ -271,16 +196,16 @@ def test_merge_call(replicas, num, ids):
         return total, number, np.zeros(()), most, "text", on_read
 
     def fn():
-        on_read.assign(float(own()))
-        of_first = {"one": own() == ids[0], "some": None if own() == ids[0] else 1.0}
+        on_read.assign(float(replica_id()))
+        of_first = {"one": replica_id() == ids[0], "some": None if replica_id() == ids[0] else 1.0}
         total, number, array, most, text, component = ms.get_replica_context().merge_call(
             merge,
-            (own(), marker, {"x": np.full(2, own())}),
+            (replica_id(), marker, {"x": np.full(2, replica_id())}),
             {"flag": True, "text": "".join(["a", "b"]), "none": None, **of_first},
         )
         assert component.shape == ()
-        assert component == own()
-        array += own()  # its own copy
+        assert component == replica_id()
+        array += replica_id()  # its own copy
         return total, number, array, most, text
 
     total, number, array, most, text = replicas.run(fn)
@@ -314,7 +239,7 @@ def test_an_error_of_a_meeting_is_raised_in_each_replica(replicas, ids):
             ms.get_replica_context().merge_call(merge)
         with pytest.raises(ValueError, match="axis"):
             ms.get_replica_context().all_gather(np.ones(2), 3)
-        caught.append(own())
+        caught.append(replica_id())
         return ms.get_replica_context().all_reduce("sum", 1)
 
     assert replicas.run(fn).values[0] == replicas.num_replicas_in_sync
@@ -329,17 +254,19 @@ def test_mirrored_variables(replicas, num, ids, rank):
         first = ms.Variable(0.0, aggregation=ms.VariableAggregation.ONLY_FIRST_REPLICA)
     assert of_first.numpy() == 3
     made = []
-    replicas.run(lambda: made.append(ms.Variable(float(own() + 3))))
+    replicas.run(lambda: made.append(ms.Variable(float(replica_id() + 3))))
     assert made[-1].numpy() == 3
     assert len(variable.values) == len(ids)
     assert not any(each.flags.writeable for each in variable.values)
     assert all(np.shares_memory(each, variable.values[0]) for each in variable.values)
 
     def fn():
-        assert variable.assign_add(np.full(2, own() + 1)).tolist() == [num * (num + 1) / 2] * 2
-        mean.assign(float(own()))
-        first.assign_add(float(own() + 3))
-        rows = ms.IndexedSlices(np.ones(1), [own() % 2])
+        assert (
+            variable.assign_add(np.full(2, replica_id() + 1)).tolist() == [num * (num + 1) / 2] * 2
+        )
+        mean.assign(float(replica_id()))
+        first.assign_add(float(replica_id() + 3))
+        rows = ms.IndexedSlices(np.ones(1), [replica_id() % 2])
         variable.scatter_add(rows, read_value=False)
 
     replicas.run(fn)
@@ -361,9 +288,9 @@ def test_sync_on_read_variables(replicas, num, ids):
         count = ms.Variable(np.int64(0), synchronization=ON_READ, aggregation=SUM)
 
     def fn():
-        total.assign_add(np.full(2, own()))
-        mean.assign(float(own()))
-        count.assign(own())
+        total.assign_add(np.full(2, replica_id()))
+        mean.assign(float(replica_id()))
+        count.assign(replica_id())
         return total.value()[0], mean.read_value()
 
     values, _ = replicas.run(fn)
@@ -408,7 +335,9 @@ def test_a_variable_made_in_a_replica_function(replicas, num, ids):
     made = []
 
     def fn():
-        variable = ms.Variable(lambda: float(own() if not ms.in_cross_replica_context() else 5))
+        variable = ms.Variable(
+            lambda: float(replica_id() if not ms.in_cross_replica_context() else 5)
+        )
         made.append(variable)
         return variable.value()
 
@@ -429,9 +358,9 @@ def test_optimizers_take_one_step_for_all(replicas, num, ids, kind):
     alone = getattr(ms.optimizers, kind)(0.5, global_clipnorm=3.0)
 
     def fn():
-        slices = ms.IndexedSlices(np.full((1, 2), own(), np.float32), [own() % 3])
+        slices = ms.IndexedSlices(np.full((1, 2), replica_id(), np.float32), [replica_id() % 3])
         before = int(optimizer.iterations.numpy())
-        optimizer.apply_gradients([(rows[own()], variable), (slices, table)])
+        optimizer.apply_gradients([(rows[replica_id()], variable), (slices, table)])
         assert int(optimizer.iterations.numpy()) == before + 1
         return before
 
@@ -455,7 +384,7 @@ def test_accumulated_gradients(replicas, num, inside):
 
     def fn():
         for micro in range(3):
-            accumulator.add([(rows[own()] * np.float32(micro + 1), variable)])
+            accumulator.add([(rows[replica_id()] * np.float32(micro + 1), variable)])
             assert accumulator.num_added == micro + 1
         if inside:
             accumulator.apply(sgd)
@@ -474,16 +403,6 @@ def test_accumulated_gradients(replicas, num, inside):
     sums = [row * np.float32(1) + row * np.float32(2) + row * np.float32(3) for row in rows]
     assert variable.numpy().tobytes() == (0 - expected_reduction("sum", sums)).tobytes()
     assert sgd.iterations.numpy() == 1
-
-
-def test_moving_averages_follow_once(replicas):
-    with replicas.scope():
-        variable = ms.Variable(np.zeros(2))
-        average = ms.optimizers.ExponentialMovingAverage(0.5)
-    replicas.run(lambda: average.apply([variable]))
-    variable.assign([4.0, 8.0])
-    replicas.run(lambda: average.apply([variable]))
-    assert average.average(variable).numpy().tolist() == [2, 4]
 
 
 class Rows:
@@ -517,7 +436,7 @@ def states_of_replicas(strategy, seed):
 @pytest.mark.parametrize("way", ["write", "parallel", "asynchronous"])
 def test_state_of_each_replica_is_kept(replicas, num, ids, mpi_tmp_path, way):
     made, checkpoint = states_of_replicas(replicas, 1)
-    replicas.run(lambda generator: generator.random(own()), args=(made["generator"],))
+    replicas.run(lambda generator: generator.random(replica_id()), args=(made["generator"],))
     with replicas.scope():
         manager = ms.CheckpointManager(
             checkpoint,
@@ -563,26 +482,6 @@ def test_state_of_one_object_for_several_replicas_is_refused(replicas, num, size
         late.restore(path)
         with pytest.raises(ValueError, match=f"1 object.* of the {num} replicas"):
             late.generator = state
-
-
-def test_metrics(replicas, num):
-    with replicas.scope():
-        mean = ms.metrics.Mean()
-    late = ms.metrics.from_sums(lambda x: {"sum": x.sum()}, lambda sums: sums["sum"])
-    with replicas.scope():
-        late = ms.metrics.from_sums(lambda x: {"sum": x.sum()}, lambda sums: sums["sum"])
-
-    def fn():
-        mean.update_state([own(), own()])
-        late.update_state(np.full(2, own()))
-        late.update_state(np.full(2, own()))
-        return mean.result()
-
-    assert replicas.run(fn).values[0] == (num - 1) / 2
-    assert mean.result() == (num - 1) / 2
-    assert late.result() == 2 * num * (num - 1)
-    mean.reset_state()
-    assert np.isnan(mean.result()) or mean.result() == 0
 
 
 def test_batches_are_split_over_replicas(replicas, num, ids):
@@ -636,30 +535,6 @@ def test_other_ways_to_share_data(replicas, num, ids, policy, mpi_tmp_path, rank
     assert [each[:1].tolist() for each in leaf.values] == expected
 
 
-def test_data_sets_from_a_function(replicas, num, ids):
-    contexts = []
-
-    def dataset_fn(context):
-        contexts.append(context)
-        assert context.num_input_pipelines == context.num_replicas_in_sync == num
-        number = context.input_pipeline_id
-        return ms.data.Dataset.range(number + 1).batch(context.get_per_replica_batch_size(num))
-
-    batches = replicas.distribute_datasets_from_function(dataset_fn)
-    assert [each.input_pipeline_id for each in contexts] == ids
-    firsts = [[each.tolist() for each in batch.values] for batch in batches]
-    assert len(firsts) == num
-    assert firsts[0] == [[0]] * len(ids)
-    assert firsts[-1] == [[num - 1] if each == num - 1 else [] for each in ids]
-
-
-def test_random_numbers_depend_on_key_and_replica(replicas, ids):
-    drawn = replicas.run(lambda: ms.get_replica_context().rng(3, 4).integers(2**40))
-    for each, found in zip(ids, drawn.values, strict=True):
-        sequence = np.random.SeedSequence((3, 4), spawn_key=(2**32 - 2, each))
-        assert found == np.random.Generator(np.random.PCG64(sequence)).integers(2**40)
-
-
 def test_contexts_of_replicas(replicas, ids):
     variable = contextvars.ContextVar("variable", default=0)
     variable.set(7)
@@ -667,9 +542,9 @@ def test_contexts_of_replicas(replicas, ids):
 
     def fn():
         seen.append(variable.get())
-        variable.set(own() + 100)
+        variable.set(replica_id() + 100)
         ms.get_replica_context().barrier()
-        assert variable.get() == own() + 100
+        assert variable.get() == replica_id() + 100
         in_thread = []
         thread = threading.Thread(target=lambda: in_thread.append(ms.has_strategy()))
         thread.start()
@@ -694,7 +569,7 @@ def test_generators_and_threads_outlive_a_run(replicas, num, ids):
     def added_up():
         total = 0
         while True:
-            total += ms.get_replica_context().all_reduce("sum", own())
+            total += ms.get_replica_context().all_reduce("sum", replica_id())
             yield total
 
     def look():
@@ -702,11 +577,11 @@ def test_generators_and_threads_outlive_a_run(replicas, num, ids):
         seen.append((ms.has_strategy(), ms.get_replica_context().replica_id_in_sync_group))
 
     def fn():
-        if own() not in totals:
-            totals[own()] = added_up()
+        if replica_id() not in totals:
+            totals[replica_id()] = added_up()
             threads.append(threading.Thread(target=look))
             threads[-1].start()
-        return next(totals[own()])
+        return next(totals[replica_id()])
 
     for number in range(1, 4):
         assert replicas.run(fn).values == (number * num * (num - 1) // 2,) * len(ids)
@@ -715,7 +590,7 @@ def test_generators_and_threads_outlive_a_run(replicas, num, ids):
         thread.join()
     assert seen == [(False, 0)] * len(ids)
     numbers = iter(ids)  # one that all replicas of the rank take from, in turn
-    assert replicas.run(lambda: next(numbers) == own()).values == (True,) * len(ids)
+    assert replicas.run(lambda: next(numbers) == replica_id()).values == (True,) * len(ids)
 
 
 @pytest.mark.parametrize("count", [1, 1000])
@@ -729,8 +604,8 @@ def test_one_replica_and_a_thousand(count, size):
         sgd = ms.optimizers.SGD(1.0)
 
     def fn():
-        sgd.apply_gradients([(rows[own()], weight)])
-        return ms.get_replica_context().all_reduce("max", own())
+        sgd.apply_gradients([(rows[replica_id()], weight)])
+        return ms.get_replica_context().all_reduce("max", replica_id())
 
     assert set(strategy.run(fn).values) == {count - 1}
     assert weight.numpy().tobytes() == (-expected_reduction("sum", rows)).tobytes()
@@ -743,7 +618,7 @@ def test_batch_norm(replicas, num):
         norm = ms.layers.BatchNorm(2, synchronized=True)
 
     def fn():
-        y, saved = norm.forward(examples[own()])
+        y, saved = norm.forward(examples[replica_id()])
         gradient, _ = norm.backward(saved, np.ones_like(y))
         assert gradient.shape == y.shape
         return y
@@ -758,30 +633,11 @@ def test_batch_norm(replicas, num):
     assert y.shape == (3, 2)
 
 
-def test_a_checkpoint(replicas, num, mpi_tmp_path):
-    def make():
-        with replicas.scope():
-            variables = {
-                "mirrored": ms.Variable(np.arange(3.0)),
-                "total": ms.Variable(np.zeros(2), synchronization=ON_READ, aggregation=SUM),
-            }
-        return variables, ms.Checkpoint(**variables)
-
-    variables, checkpoint = make()
-    replicas.run(lambda: variables["total"].assign_add(np.full(2, own() + 1.0)))
-    path = checkpoint.write(mpi_tmp_path / "state.h5")
-    variables["mirrored"].assign([7.0, 7.0, 7.0])
-    again, restored = make()
-    restored.restore(path).assert_consumed()
-    assert again["mirrored"].numpy().tolist() == [0, 1, 2]
-    assert again["total"].numpy().tolist() == [num * (num + 1) / 2] * 2
-
-
 def test_a_checkpoint_keeps_the_components(replicas, num, ids, mpi_tmp_path, rank):
     with replicas.scope():
         total = ms.Variable(np.zeros(3, np.float32), synchronization=ON_READ, aggregation=SUM)
     rows = [values_of(each, 3, "f4") for each in range(num)]
-    replicas.run(lambda: total.assign(rows[own()]))
+    replicas.run(lambda: total.assign(rows[replica_id()]))
     path = ms.Checkpoint(total=total).write(mpi_tmp_path / "state.h5")
     with h5py.File(path) as file:
         assert file["replicas/total"][()].tobytes() == np.stack(rows).tobytes()
@@ -806,7 +662,7 @@ def test_replicas_run_in_the_modes_of_pytorch_that_the_caller_has(replicas):
         return [*inside, torch.is_autocast_enabled("cpu"), torch.ones(1).device.type == "meta"]
 
     def switched():
-        with torch.set_grad_enabled(own() % 2 == 0):
+        with torch.set_grad_enabled(replica_id() % 2 == 0):
             ms.get_replica_context().barrier()
             return torch.is_grad_enabled()
 
@@ -841,7 +697,7 @@ def test_replicas_meet_in_the_backward_pass(replicas, num):
     def fn():
         x, y = (torch.ones(3, requires_grad=True) for _ in range(2))
         x.register_hook(lambda gradient: ms.get_replica_context().all_reduce("mean", gradient))
-        ((Doubled.apply(y) + x) * own()).sum().backward()
+        ((Doubled.apply(y) + x) * replica_id()).sum().backward()
         return x.grad.numpy(), y.grad.numpy()
 
     for of_x in replicas.run(fn)[0].values:

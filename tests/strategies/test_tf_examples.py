@@ -6,7 +6,6 @@ import pytest
 import mpistrat as ms
 from mpistrat.errors import ContextError
 from tests import devices
-from tests.helpers import triangle
 
 
 def local(strategy, value):
@@ -15,16 +14,6 @@ def local(strategy, value):
 
 
 # Strategy
-
-
-def test_scope(strategy):
-    with strategy.scope():
-        mirrored = ms.Variable(1.0)
-    plain = ms.Variable(1.0)
-    assert mirrored.strategy is strategy
-    assert mirrored.values == (1.0,)
-    assert plain.strategy is None
-    assert float(plain) == 1.0
 
 
 def test_distribute_dataset_with_options(strategy, rank, size):
@@ -38,19 +27,6 @@ def test_distribute_dataset_with_options(strategy, rank, size):
     assert local(strategy, batch).tolist() == list(range(16))[rank * share : (rank + 1) * share]
 
 
-def test_distribute_datasets_from_function(strategy, rank, size):
-    def dataset_fn(context):
-        batch_size = context.get_per_replica_batch_size(2 * size)
-        data = ms.data.Dataset.range(4 * size)
-        return data.shard(context.num_input_pipelines, context.input_pipeline_id).batch(batch_size)
-
-    batches = strategy.distribute_datasets_from_function(dataset_fn)
-    assert [local(strategy, batch).tolist() for batch in batches] == [
-        [rank, rank + size],
-        [rank + 2 * size, rank + 3 * size],
-    ]
-
-
 def test_values_for_each_worker_device(strategy, rank):
     on_devices = [(device, 1.0) for device in strategy.extended.worker_devices]
     values = strategy.experimental_distribute_values_from_function(
@@ -60,16 +36,6 @@ def test_values_for_each_worker_device(strategy, rank):
     place = f"/job:worker/replica:0/task:{rank}/device:{devices.name()}:{devices.index(rank)}"
     assert device == place
     assert one == 1.0
-
-
-def test_reduce_of_a_last_partial_batch(strategy, size):
-    num_examples = 4 * size - 2
-    data = ms.data.Dataset.from_arrays(np.arange(num_examples) ** 2.0).batch(4 * size)
-    (batch,) = strategy.experimental_distribute_dataset(data)
-    losses = strategy.run(lambda x: x, args=(batch,))
-    total = float(np.sum(np.arange(num_examples) ** 2.0))
-    assert strategy.reduce("sum", losses, axis=0) == total
-    assert strategy.reduce("mean", losses, axis=0) == total / num_examples
 
 
 def test_value_context_made_by_hand():
@@ -135,56 +101,6 @@ def test_reduce_to_and_update(strategy, size, reduce_to):
     assert float(add_one_from_each_replica(ms.get_strategy(), reduce_to)) == 1.0
 
 
-def test_reduce_to_does_not_change_its_destination(strategy, size):
-    with strategy.scope():
-        variable = ms.Variable(5.0)
-    assert strategy.extended.reduce_to("sum", 1.0, variable).values == (float(size),)
-    assert variable.numpy() == 5.0
-
-
-def test_update(strategy):
-    with strategy.scope():
-        variable = ms.Variable(5.0, aggregation=ms.VariableAggregation.SUM)
-    result = strategy.extended.update(variable, lambda v: v.assign(1.0))
-    assert isinstance(result, ms.Mirrored)
-    assert result.values == (1.0,)
-    assert variable.numpy() == 1.0
-    assert strategy.extended.update(variable, lambda v: v.assign(2.0), group=False) == (2.0,)
-
-
-def test_the_pattern_for_updating_variables(strategy, rank, size):
-    with strategy.scope():
-        variables = [ms.Variable(np.zeros(2)), ms.Variable(1.0)]
-
-    def apply(strategy, gradients, variables):
-        extended = strategy.extended
-        pairs = list(zip(gradients, variables, strict=True))
-        for variable, total in zip(variables, extended.batch_reduce_to("sum", pairs), strict=True):
-            extended.update(variable, lambda v, g: v.assign_sub(g), args=(total,))
-
-    def step():
-        gradients = [np.full(2, float(rank)), 1.0]
-        ms.get_replica_context().merge_call(apply, args=(gradients, variables))
-
-    strategy.run(step)
-    assert variables[0].numpy().tolist() == [-triangle(size)] * 2
-    assert variables[1].numpy() == 1.0 - size
-
-
-def test_call_for_each_replica_with_merge_call(strategy, rank, size):
-    def merge_fn(strategy, three_plus_replica_id):
-        return strategy.reduce("sum", three_plus_replica_id)
-
-    def fn(three):
-        replica = ms.get_replica_context()
-        v = three + replica.replica_id_in_sync_group
-        return replica.merge_call(merge_fn, args=(v,)) + v
-
-    with strategy.scope():
-        merged = strategy.extended.call_for_each_replica(fn, args=[3])
-    assert strategy.experimental_local_results(merged) == (3 * size + triangle(size) + 3 + rank,)
-
-
 def test_local_results_hold_this_ranks_component_alone(strategy, rank):
     def merge_fn(strategy, replica_id):
         return sum(strategy.experimental_local_results(replica_id))
@@ -194,28 +110,6 @@ def test_local_results_hold_this_ranks_component_alone(strategy, rank):
 
 
 # ReplicaContext
-
-
-def test_all_reduce_and_all_gather(strategy, size):
-    flat, rows = np.array([1, 2, 3]), np.array([[1, 2], [3, 4]])
-
-    def fn():
-        replica = ms.get_replica_context()
-        return {
-            "sum": replica.all_reduce(ms.ReduceOp.SUM, 1.0),
-            "sums": replica.all_reduce("SUM", [1.0, 2.0]),
-            "gathered": replica.all_gather(flat, axis=0),
-            "both": replica.all_gather([flat, rows], axis=0),
-        }
-
-    result = strategy.run(fn)
-    assert isinstance(result["gathered"], ms.PerReplica)
-    assert [type(each) for each in result["sums"]] == [ms.PerReplica, ms.PerReplica]
-    mine = local(strategy, result)
-    assert mine["sum"] == size
-    assert mine["sums"] == [size, 2 * size]
-    assert mine["gathered"].tolist() == [1, 2, 3] * size
-    assert [each.tolist() for each in mine["both"]] == [[1, 2, 3] * size, [[1, 2], [3, 4]] * size]
 
 
 def test_merge_call_outside_every_scope_is_a_plain_call():

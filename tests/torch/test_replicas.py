@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 import mpistrat as ms
+from tests.replica_groups import replica_id
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -17,10 +18,6 @@ def replicas():
     strategy = ms.MPIStrategy(device="cpu", num_replicas=NUM)
     yield strategy
     strategy.close()
-
-
-def own():
-    return ms.get_replica_context().replica_id_in_sync_group
 
 
 def trained(strategy):
@@ -77,7 +74,7 @@ def test_an_overflow_in_one_replica_skips_the_step_of_all(replicas, is_shared):
     def step(bad, given):
         model, optimizer, scaler = of_rank if is_shared else given
         replica = ms.get_replica_context()
-        x = torch.full((2, 3), torch.inf if own() == bad else 1.0)
+        x = torch.full((2, 3), torch.inf if replica_id() == bad else 1.0)
         loss = scaler.scale(model(x).sum())
         gradients = torch.autograd.grad(loss, list(model.parameters()))
         gradients = list(replica.all_reduce("sum", gradients))  # scaled: an overflow is in all

@@ -163,6 +163,7 @@ def test_copies_are_apart(strategy, kind):
         twin = copy.deepcopy(variable)
         variable.assign(part(variable, given_by(1)), read_value=False)
     assert type(twin) is type(variable)
+    assert (twin.name, twin.strategy) == (variable.name, strategy)
     assert twin.full_shape == variable.full_shape == SHAPE
     np.testing.assert_array_equal(whole(strategy, twin), start())
     np.testing.assert_array_equal(whole(strategy, variable), given_by(1))
@@ -186,3 +187,28 @@ def test_a_checkpoint_of_any_kind_restores_any_other(strategy, kind, other, mpi_
     ms.Checkpoint(model=[restored]).restore(path).assert_consumed()
     np.testing.assert_array_equal(whole(second, restored), given_by(3))
     second.close()
+
+
+@pytest.mark.parametrize("how", ["parallel", "in the background", "before it is made"])
+def test_a_checkpoint_written_or_restored_in_other_ways(strategy, kind, how, mpi_tmp_path):
+    if NUM_RANKS > 1 and kind is KINDS["of one replica"]:
+        pytest.skip("each rank has a file of its own there")
+    saved = make(strategy, kind, given_by(3), Aggregation.MEAN)
+    checkpoint = ms.Checkpoint(model=saved)
+    if how == "in the background":
+        with strategy.scope():
+            manager = ms.CheckpointManager(checkpoint, mpi_tmp_path, asynchronous=True)
+            path = manager.save()
+            saved.assign(part(saved, start()), read_value=False)  # what is saved is a copy
+            manager.wait()
+    else:
+        path = checkpoint.write(mpi_tmp_path / "run.h5", parallel=how == "parallel")
+    late = ms.Checkpoint()
+    with strategy.scope():
+        status = late.restore(path) if how == "before it is made" else None
+        late.model = make(strategy, kind, np.zeros(SHAPE, np.float32), Aggregation.MEAN)
+    (status or late.restore(path)).assert_consumed()
+    np.testing.assert_array_equal(whole(strategy, late.model), given_by(3))
+    longer = make(strategy, kind, np.zeros((6, 3), np.float32), Aggregation.MEAN)
+    with pytest.raises(ms.errors.CheckpointMismatchError, match=r"\(6, 3\).*\(5, 3\)|\(5, 3\)"):
+        ms.Checkpoint(model=longer).restore(path)

@@ -122,41 +122,6 @@ def test_a_bad_value_on_one_rank_changes_nothing_on_any(strategy, others, method
     assert variable.values[0].tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("aggregation", list(Aggregation))
-def test_mirrored_write_in_cross_replica_context_is_never_multiplied(strategy, aggregation):
-    variable = make(strategy, aggregation)
-    assert variable.assign(5.0) == 5.0
-    with strategy.scope():
-        assert variable.assign_add(ms.Mirrored(1.0)) == 6.0
-        assert variable.assign_sub(variable, read_value=False) is None
-        with pytest.raises(ValueError, match="PerReplica"):
-            variable.assign(ms.PerReplica(1.0))
-    assert variable.numpy() == 0.0
-
-
-@pytest.mark.parametrize(
-    ("aggregation", "expected"),
-    [
-        (Aggregation.SUM, lambda size: triangle(size)),
-        (Aggregation.MEAN, lambda size: (size - 1) / 2),
-        (Aggregation.ONLY_FIRST_REPLICA, lambda size: 0),
-    ],
-)
-def test_sync_on_read_components_are_aggregated_on_read(
-    strategy, rank, size, aggregation, expected
-):
-    variable = make(strategy, aggregation, on_read=True)
-
-    def fn():
-        assert variable.assign(float(rank)) == rank
-        return variable.value()
-
-    assert strategy.run(fn).values[0] == rank
-    assert variable.numpy() == pytest.approx(expected(size))
-    assert np.asarray(variable) == pytest.approx(expected(size))
-    assert variable.values[0] == rank
-
-
 def test_sync_on_read_sum(strategy, rank, size):
     variable = make(strategy, Aggregation.SUM, 2, on_read=True)
     assert variable.numpy() == 2 * size, "the initial value is not divided"
@@ -170,15 +135,6 @@ def test_sync_on_read_sum(strategy, rank, size):
         variable.assign(ms.PerReplica(1))
     halves = make(strategy, Aggregation.SUM, 1.0, on_read=True)
     assert float(halves.assign(3.0)) == pytest.approx(3.0)
-
-
-def test_sync_on_read_none(strategy, size):
-    variable = make(strategy, Aggregation.NONE, 1.0, on_read=True)
-    assert variable.assign(4.0, read_value=False) is None
-    with pytest.raises(ValueError, match="aggregation NONE"):
-        variable.value()
-    assert strategy.run(lambda: variable.value()).values[0] == 4.0
-    assert strategy.reduce("sum", 1) == size
 
 
 @pytest.mark.host_memory
@@ -362,17 +318,6 @@ def test_initial_values_travel_in_pieces(strategy, rank, size, dtype, monkeypatc
     assert not np.shares_memory(result, array)
 
 
-def test_deepcopy_has_storage_of_its_own(strategy):
-    variable = make(strategy, Aggregation.NONE, np.zeros(2))
-    twin = copy.deepcopy(variable)
-    twin.assign(np.ones(2))
-    assert variable.numpy().tolist() == [0, 0]
-    assert twin.strategy is strategy
-    assert twin.name == variable.name
-    strategy.extended.update(twin, lambda v: v.scatter_add(ms.IndexedSlices([1.0], [0])))
-    assert (variable.numpy().tolist(), twin.numpy().tolist()) == ([0, 0], [2, 1])
-
-
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -427,15 +372,6 @@ def test_values_that_would_lose_something_are_refused(strategy, size, on_read):
     assert strategy.reduce("sum", 1) == size
 
 
-def test_plain_variables_outside_every_scope():
-    variable = ms.Variable(1.0, aggregation=Aggregation.SUM)
-    assert variable.assign_add(2.0) == 3.0
-    assert variable.strategy is None
-    on_read = ms.Variable(1.0, synchronization=ON_READ)
-    assert on_read.assign(4.0) == 4.0
-    assert on_read.numpy() == 4.0
-
-
 @pytest.mark.parametrize(
     ("given", "mirrored", "plain"),
     [("AUTO", "ON_WRITE", "AUTO"), ("ON_WRITE",) * 3, ("ON_READ",) * 3],
@@ -454,15 +390,6 @@ def test_another_strategy_s_scope_is_refused(strategy):
     variable = make(strategy, Aggregation.SUM, name="w")
     with ms.OneDeviceStrategy().scope(), pytest.raises(ms.errors.ContextError, match="'w'"):
         variable.assign(1.0)
-
-
-def test_one_device_strategy_is_a_world_of_one():
-    strategy = ms.OneDeviceStrategy()
-    assert strategy.num_replicas_in_sync == 1
-    variable = make(strategy, Aggregation.SUM)
-    strategy.run(lambda: variable.assign(5.0))
-    assert variable.numpy() == 5.0
-    assert strategy.reduce("sum", ms.PerReplica(3)) == 3
 
 
 def test_repr_is_local(strategy, rank):
