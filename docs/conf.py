@@ -125,7 +125,7 @@ intersphinx_mapping = {
 # Theme. The colours are those of the pictures.
 
 html_theme = "furo"
-html_title = f"mpistrat {release}"
+html_title = "mpistrat"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_favicon = "_static/favicon.svg"
