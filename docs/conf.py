@@ -209,6 +209,13 @@ autosummary_context = {
     "classes_with_known_bases": [
         path for path, cls in CLASSES.items() if set(filter(is_known, cls.__bases__)) - {object}
     ],
+    # Their methods have a page each.
+    "large_classes": [
+        "mpistrat.data.Dataset",
+        "mpistrat.ReplicaContext",
+        "mpistrat.Strategy",
+        "mpistrat.StrategyExtended",
+    ],
     "enumerations": [path for path, cls in CLASSES.items() if issubclass(cls, enum.Enum)],
 }
 
