@@ -275,8 +275,9 @@ class Picture(SphinxDirective):
     option_spec: ClassVar = {"alt": directives.unchanged_required}
 
     def run(self):
-        """Return the image for light pages and the one for dark pages."""
-        return [
+        """Return the image for light pages and the one for dark pages, in a box that scrolls."""
+        box = nodes.container(classes=["wide-picture"])
+        box += [
             nodes.image(
                 uri=f"{self.arguments[0]}-{theme}.svg",
                 alt=self.options["alt"],
@@ -284,6 +285,7 @@ class Picture(SphinxDirective):
             )
             for theme in ("light", "dark")
         ]
+        return [box]
 
 
 def setup(app):
