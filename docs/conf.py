@@ -125,7 +125,7 @@ intersphinx_mapping = {
 # Theme. The colours are those of the pictures.
 
 html_theme = "furo"
-html_title = f"mpistrat {release}"
+html_title = "mpistrat"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_favicon = "_static/favicon.svg"
@@ -209,6 +209,13 @@ autosummary_context = {
     "classes_with_known_bases": [
         path for path, cls in CLASSES.items() if set(filter(is_known, cls.__bases__)) - {object}
     ],
+    # Their methods have a page each.
+    "large_classes": [
+        "mpistrat.data.Dataset",
+        "mpistrat.ReplicaContext",
+        "mpistrat.Strategy",
+        "mpistrat.StrategyExtended",
+    ],
     "enumerations": [path for path, cls in CLASSES.items() if issubclass(cls, enum.Enum)],
 }
 
@@ -268,8 +275,9 @@ class Picture(SphinxDirective):
     option_spec: ClassVar = {"alt": directives.unchanged_required}
 
     def run(self):
-        """Return the image for light pages and the one for dark pages."""
-        return [
+        """Return the image for light pages and the one for dark pages, in a box that scrolls."""
+        box = nodes.container(classes=["wide-picture"])
+        box += [
             nodes.image(
                 uri=f"{self.arguments[0]}-{theme}.svg",
                 alt=self.options["alt"],
@@ -277,6 +285,7 @@ class Picture(SphinxDirective):
             )
             for theme in ("light", "dark")
         ]
+        return [box]
 
 
 def setup(app):

@@ -1,15 +1,21 @@
-"""Linter of sentences: banned phrases in pages and docstrings, and the length of pages.
+"""Linter of sentences: phrases to avoid in pages and in the package, and the length of pages.
 
-    python -m tools.sentences            # name each complaint, and fail where there is one
+    python -m tools.sentences            # name each complaint, and fail if there is one
+    python -m tools.sentences --dialect  # name each place of the dialect, too
 
-`make docs` runs it. The phrases and their remedies are in ``docs/banned-phrases.txt``. Code, names
-in backticks and doctests are not searched. What may be long, and how long, is in `LIMITS`.
+`make docs` runs it. The phrases and their remedies are in ``docs/banned-phrases.txt``: most may not
+occur at all, the dialect rarely. Lines in which a phrase is right are in
+``docs/allowed-phrases.txt``. Pages, docstrings, comments and messages are searched; code, names in
+backticks and doctests are not. `LIMITS` has the lengths, and the rates of the dialect.
 """
 
 import ast
+import collections
 import configparser
+import io
 import re
 import sys
+import tokenize
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,39 +25,60 @@ from markdown_it.token import Token
 
 ROOT = Path(__file__).resolve().parents[1]
 PHRASES = ROOT / "docs" / "banned-phrases.txt"
+ALLOWED = ROOT / "docs" / "allowed-phrases.txt"
 CODE = "\N{OBJECT REPLACEMENT CHARACTER}"
 """Stands for code within a sentence, so that no phrase reaches across it."""
 
 LIMITS = {
     "README.md: lines": 120,
+    "CHANGELOG.md: lines": 60,
     "docs/architecture.md: words": 1_250,
+    "pages: dialect per 1,000 words": 1,
+    "package: dialect per 1,000 words": 10,
 }
-"""The largest value of each length. Words are what white space separates, code included."""
+"""The largest value of each figure. Words are separated by white space, code included."""
+
+BUDGETS = {
+    "docs/index.md": 450,
+    "docs/tutorial": 550,
+    "docs/concepts": 700,
+    "docs/coming-from": 750,
+    "docs/coming-from/tf-distribute.md": 1_900,
+    "docs/guide": 1_100,
+    "docs/guide/data.md": 1_600,
+    "docs/guide/gpus.md": 1_400,
+    "docs/howto": 1_300,
+    "docs/howto/hangs.md": 2_100,
+}
+"""Words that a page may have. The entry of a page goes before the entry of its folder."""
 
 
 @dataclass(frozen=True)
 class Phrase:
-    """A phrase that no sentence may have."""
+    """A phrase that a sentence should not have."""
 
     words: str
     pattern: re.Pattern[str]
     remedy: str
-    pages_only: bool
+    section: str
+    """``everywhere``, ``pages``, or ``dialect``, whose phrases may occur at a limited rate."""
 
 
 def read_phrases(path: Path = PHRASES) -> list[Phrase]:
-    """Return the phrases of a file. Its sections are ``everywhere`` and ``pages``."""
+    """Return the phrases of a file with the sections ``everywhere``, ``pages`` and ``dialect``."""
     parser = configparser.RawConfigParser(delimiters=("=>",), comment_prefixes=("#",))
     parser.optionxform = str  # type: ignore[assignment,method-assign]
     parser.read_string(path.read_text())
-    unknown = set(parser.sections()) - {"everywhere", "pages"}
+    unknown = set(parser.sections()) - {"everywhere", "pages", "dialect"}
     if unknown:
-        raise ValueError(f"{path}: unknown section {min(unknown)}. Use everywhere or pages.")
+        raise ValueError(
+            f"{path}: unknown section {min(unknown)}. Use everywhere, pages or dialect."
+        )
     found = []
     for section in parser.sections():
         for words, remedy in parser.items(section):
             pattern = r"(?<!\w)(?:" + words.replace(" ", r"\s+") + r")(?!\w)"
-            found.append(Phrase(words, re.compile(pattern, re.I), remedy, section == "pages"))
+            found.append(Phrase(words, re.compile(pattern, re.I), remedy, section))
     return found
 
 
@@ -91,65 +118,133 @@ _CODE_OF_DOCSTRING = re.compile(
 
 
 def sentences_of_module(source: str) -> Iterator[Text]:
-    """Yield the docstrings of a module, those of attributes included."""
-    for node in ast.walk(ast.parse(source)):
-        if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
-            continue
-        if isinstance(node.value.value, str):
-            yield Text(
-                node.lineno,
-                _CODE_OF_DOCSTRING.sub(
-                    lambda match: CODE + "\n" * match[0].count("\n"), node.value.value
-                ),
-            )
+    """Yield the docstrings, comments and messages of a module."""
+    tree = ast.parse(source)
+    parts: set[ast.AST] = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Expr(ast.Constant(str(text)) as constant):
+                parts.add(constant)
+                yield Text(node.lineno, _CODE_OF_DOCSTRING.sub(_blank, text))
+            case ast.JoinedStr(values):
+                parts.update(values)
+                yield Text(node.lineno, "".join(_literal(value) for value in values))
+            case ast.Constant(str(text)) if node not in parts and text.count(" ") > 2:
+                yield Text(node.lineno, text)
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield Text(token.start[0], token.string.lstrip("# "))
 
 
-def complaints(path: Path, phrases: Iterable[Phrase]) -> list[str]:
-    """Return a line for each banned phrase in a page or module."""
+def _blank(match: re.Match[str]) -> str:
+    return CODE + "\n" * match[0].count("\n")
+
+
+def _literal(part: ast.expr) -> str:
+    is_text = isinstance(part, ast.Constant) and isinstance(part.value, str)
+    return part.value if is_text else CODE
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """A phrase in a file."""
+
+    line: int
+    words: str
+    remedy: str
+    is_dialect: bool
+
+
+def texts_of(path: Path) -> Iterable[Text]:
+    """Return the sentences of a page or module."""
+    of_kind = sentences_of_page if path.suffix == ".md" else sentences_of_module
+    return of_kind(path.read_text())
+
+
+def places(path: Path, phrases: Iterable[Phrase], allowed: Iterable[str] = ()) -> list[Place]:
+    """Return where a file has phrases, except in lines with one of the `allowed` fragments."""
     is_page = path.suffix == ".md"
-    texts = (sentences_of_page if is_page else sentences_of_module)(path.read_text())
-    chosen = [phrase for phrase in phrases if is_page or not phrase.pages_only]
+    chosen = [phrase for phrase in phrases if is_page or phrase.section != "pages"]
     found = []
-    for text in texts:
+    for text in texts_of(path):
+        lines = text.text.split("\n")
         for phrase in chosen:
             for match in phrase.pattern.finditer(text.text):
-                line = text.line + text.text.count("\n", 0, match.start())
-                words = " ".join(match[0].split())
-                found.append((line, f"{path}:{line}: {words!r}: write {phrase.remedy}"))
-    return [line for _, line in sorted(found)]
+                first = text.text.count("\n", 0, match.start())
+                if not any(fragment in lines[first] for fragment in allowed):
+                    words = " ".join(match[0].split())
+                    is_dialect = phrase.section == "dialect"
+                    found.append(Place(text.line + first, words, phrase.remedy, is_dialect))
+    return sorted(found)
+
+
+def read_allowed(path: Path = ALLOWED) -> dict[str, list[str]]:
+    """Return by file the fragments of lines in which phrases are right."""
+    allowed: dict[str, list[str]] = collections.defaultdict(list)
+    for line in path.read_text().splitlines():
+        if line and not line.startswith("#"):
+            name, _, fragment = line.partition(": ")
+            allowed[name].append(fragment)
+    return allowed
 
 
 def pages(root: Path = ROOT) -> list[Path]:
-    """Return README and the pages of the documentation."""
+    """Return README, CHANGELOG and the pages of the documentation."""
     found = sorted((root / "docs").rglob("*.md"))
-    return [root / "README.md", *(page for page in found if "_build" not in page.parts)]
+    top = [root / "README.md", root / "CHANGELOG.md"]
+    return [*top, *(page for page in found if "_build" not in page.parts)]
+
+
+def budget(name: str) -> int | None:
+    """Return how many words a page may have, or None."""
+    return BUDGETS.get(name, BUDGETS.get(name.rpartition("/")[0]))
 
 
 def lengths(root: Path = ROOT) -> dict[str, int]:
-    """Return what `LIMITS` limits."""
+    """Return the lengths that `LIMITS` limits."""
     return {
         "README.md: lines": len((root / "README.md").read_text().splitlines()),
+        "CHANGELOG.md: lines": len((root / "CHANGELOG.md").read_text().splitlines()),
         "docs/architecture.md: words": len((root / "docs" / "architecture.md").read_text().split()),
     }
 
 
-def all_complaints(root: Path = ROOT) -> list[str]:
-    """Return a line for each phrase and each length that is not allowed."""
-    phrases = read_phrases()
-    files = [*pages(root), *sorted((root / "mpistrat").rglob("*.py"))]
-    found = [line.removeprefix(f"{root}/") for path in files for line in complaints(path, phrases)]
+def all_complaints(root: Path = ROOT, shows_dialect: bool = False) -> list[str]:
+    """Return a line for each phrase, length and rate that is not allowed."""
+    phrases, allowed = read_phrases(), read_allowed()
+    parts = {"pages": pages(root), "package": sorted((root / "mpistrat").rglob("*.py"))}
+    found = []
+    figures: dict[str, float] = dict(lengths(root))
+    for part, files in parts.items():
+        dialect = []
+        for path in files:
+            name = path.relative_to(root).as_posix()
+            for place in places(path, phrases, allowed.get(name, ())):
+                line = f"{name}:{place.line}: {place.words!r}: write {place.remedy}"
+                (dialect if place.is_dialect else found).append(line)
+        num_words = sum(len(text.text.split()) for path in files for text in texts_of(path))
+        figure = f"{part}: dialect per 1,000 words"
+        figures[figure] = round(1000 * len(dialect) / num_words, 1)
+        if shows_dialect or figures[figure] > LIMITS[figure]:
+            found += dialect
+    for path in parts["pages"]:
+        name = path.relative_to(root).as_posix()
+        words, most = len(path.read_text().split()), budget(name)
+        if most is not None and words > most:
+            found.append(f"{name}: {words:,} words, at most {most:,} are allowed")
     return found + [
         f"{what}: {value:,}, at most {LIMITS[what]:,} are allowed"
-        for what, value in lengths(root).items()
+        for what, value in figures.items()
         if value > LIMITS[what]
     ]
 
 
 def main() -> int:
-    """Print the complaints, and return 1 where there is one."""
-    found = all_complaints()
+    """Print the complaints, and return 1 if there are any."""
+    shows_dialect = "--dialect" in sys.argv[1:]
+    found = all_complaints(shows_dialect=shows_dialect)
     print(*found, sep="\n", end="\n" if found else "")
-    return int(bool(found))
+    return int(bool(found) and not shows_dialect)
 
 
 if __name__ == "__main__":
