@@ -53,7 +53,7 @@ class Frame:
         return collectives_of(self.strategy)
 
 
-# Per thread, because the replicas of a rank run on threads of their own, each in its context.
+# Per thread, because the replicas of a rank run on their own threads, each in its context.
 class _Stack(threading.local):
     def __init__(self) -> None:
         self.frames: list[Frame] = []

@@ -197,7 +197,7 @@ class PerReplica(RefusedOperators, DistributedValues[T_co]):
     def _own(self) -> Any:
         turn = self._turn
         if turn is None:  # a program has created it, or there is one replica
-            # A context variable: each replica runs in a context of its own, and threads do not
+            # A context variable: each replica runs in its own context, and threads do not
             # share it.
             expected = self._num_here.get()
             if expected != 1:

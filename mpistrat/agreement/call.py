@@ -173,7 +173,7 @@ class Call:
         if not channel.checks:
             if channel.departures.found:
                 channel.check_complete(self.kind)
-            # Nobody has compared the calls, but the others wait for data from here on all the same.
+            # Nobody has compared the calls, but the others wait for data from here on anyway.
             self.is_moving = True
             return
         # A call may consist of several collectives, each with its own entry.

@@ -350,7 +350,7 @@ class Channel:
         if self.peers is None:
             self.closed = error(*self._missing_ranks(site))
         # One question both asks and announces. With two, a rank could come in between: this one
-        # would leave all the same, and that one would wait forever.
+        # would leave anyway, and that one would wait forever.
         elif (missing := self.peers.offer_to_leave(site, departure)) or is_last:
             self.closed = error(*(missing or self._missing_ranks(site)))
             if self.closed is not None:

@@ -183,7 +183,7 @@ def timeout_error(
 def fork_error(rank: int, size: int) -> CollectiveError:
     """Return the error of a process that was forked from `rank`."""
     return CollectiveError(
-        f"This process is a fork of rank {rank} of {size}, and no rank itself. Make collective "
+        f"This process is a fork of rank {rank} of {size}, not a rank. Make collective "
         "calls in the process that it was forked from."
     )
 

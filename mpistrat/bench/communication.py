@@ -217,7 +217,7 @@ def _peak_bytes() -> int:
 
 GRADIENTS = Benchmark(
     "gradients",
-    "the gradients of a network in one all_reduce, beside a loop of raw MPI",
+    "the gradients of a network in one all_reduce, compared with a loop of raw MPI",
     measure_gradients,
     (
         Table(

@@ -74,7 +74,7 @@ class StateLoading:
         if lines:
             begin = f"{self._refusal(refused, reason)} " if reason is not None else ""
             raise CheckpointMismatchError(
-                f"{begin}Its restore cannot be undone, because objects do not take back the state "
+                f"{begin}Its restore cannot be reversed, because objects do not take back the state "
                 "that they had:\n" + "\n".join(lines) + "\nThese may hold a part of the old state "
                 "and a part of the new one: make them again. All others are as before."
             ) from (reason or first)
@@ -395,7 +395,7 @@ class Restoration:
         arrays: dict[str, Any] = {
             key: self.arrays[f"{path}/{key}"] for key in self.arrays_below(path)
         }
-        if not isinstance(stateful, TensorState):  # which may keep them, and be undone
+        if not isinstance(stateful, TensorState):  # which may keep them, and be rolled back
             arrays = {key: array.copy() for key, array in arrays.items()}
         return join_state(self.state[path], arrays | self.read_shards(path))
 

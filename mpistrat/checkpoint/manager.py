@@ -56,7 +56,7 @@ def restore_newest(root: Trackable, directory: str, paths: Sequence[str]) -> str
             return path
     if not errors:
         return None
-    # To start again in silence would lose what the program had reached, and later checkpoints
+    # To start again without an error would lose what the program had reached, and later checkpoints
     # would take the places of these.
     corrupt = any(isinstance(error, CheckpointCorruptError) for error in errors)
     raise (CheckpointCorruptError if corrupt else CheckpointError)(

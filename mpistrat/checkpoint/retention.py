@@ -116,7 +116,7 @@ def _find_sound(directory: str) -> str | None:
                 unreadable = unreadable or error
         else:
             return entry.path
-    if unreadable is not None:  # it may be sound: None would start from the beginning in silence
+    if unreadable is not None:  # it may be sound: None would start from the beginning silently
         raise unreadable
     return None
 

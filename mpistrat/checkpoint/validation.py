@@ -134,7 +134,7 @@ def _check_filters(filters: list[tuple[int, str]]) -> None:
         raise ValueError(
             f"its values went through the filters {', '.join(name for _, name in filters)}, but "
             "of a file that may come from anywhere only shuffle, deflate and fletcher32 are "
-            f"undone, in this order. Rewrite it where you trust it: {_REPACK}"
+            f"reversed, in this order. Rewrite it where you trust it: {_REPACK}"
         )
 
 

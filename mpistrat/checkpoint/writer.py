@@ -141,7 +141,7 @@ def _released(path: Path) -> Path:
 
 def _release(path: Path, created: str) -> None:
     """Give up `path`, as long as the file there is the one that was `created` then."""
-    # Other ranks need not be in contact, so a mark lies beside the file until the job ends.
+    # Other ranks need not be in contact, so a mark is kept next to the file until the job ends.
     with contextlib.suppress(OSError):
         _released(path).write_text(created)
         at(Phase.AFTER_LAST_ROUND, partial(_released(path).unlink, missing_ok=True))

@@ -238,4 +238,6 @@ def check_can_draw() -> None:
 def check_can_write(path: Path) -> None:
     """Raise ValueError where `path` cannot be a new file, before any work is done for it."""
     if path.is_dir() or not path.parent.is_dir():
-        raise ValueError(f"{path} cannot be written: its folder must exist, and it be a file.")
+        raise ValueError(
+            f"{path} cannot be written: its folder must exist, and it must not be a folder."
+        )

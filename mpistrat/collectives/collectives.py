@@ -354,8 +354,8 @@ def check_can_order(options: CommunicationOptions) -> None:
         )
     if options.implementation is CommunicationImplementation.NCCL:
         raise ValueError(
-            "CommunicationImplementation.NCCL with num_replicas: NCCL adds up in an order of its "
-            "own. Use AUTO."
+            "CommunicationImplementation.NCCL with num_replicas: NCCL chooses its own order of "
+            "summation. Use AUTO."
         )
 
 

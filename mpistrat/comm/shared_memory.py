@@ -326,7 +326,7 @@ class NodeMemory:
         self._memory = memory
         self._base: int = memory.ctypes.data
         lines = [self._base + each * _BYTES_PER_RANK for each in range(size)]
-        # One sequence for each kind of work that goes on at the same time.
+        # One sequence for each kind of work that runs at the same time.
         self.rounds = StepSequence(rank, _ROUND_HEAD + _ROUND_BYTES, lines)
         self.reductions, self.background = (
             StepSequence(

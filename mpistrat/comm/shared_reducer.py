@@ -31,7 +31,7 @@ class RowOrder:
         self, num_replicas: int, nodes_of_ranks: Sequence[Sequence[tuple[int, int]]]
     ) -> None:
         # Nodes are given by first row and width, for each rank. The compiled code wants to know,
-        # for each, with how many sums before it it is combined.
+        # for each, with how many earlier sums it is combined.
         count = 0
 
         def combine(left: None, right: None) -> None:

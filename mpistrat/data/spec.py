@@ -134,7 +134,7 @@ def batched(spec: Any, batch_size: int | None) -> Any:
     def with_batch(leaf: ArraySpec) -> ArraySpec:
         if leaf._holds_ragged:
             raise ValueError(
-                "A Ragged cannot be batched once more. Call ragged_batch last, or unbatch before "
+                "A Ragged cannot be batched again. Call ragged_batch last, or unbatch before "
                 "the next batch."
             )
         return ArraySpec((batch_size, *leaf.shape), leaf.dtype)

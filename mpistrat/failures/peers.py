@@ -309,7 +309,7 @@ class MonitorClient(Peers):
         # Each answer is also a decision: a rank that says that it comes does not find this
         # departure, and one that does not finds it before it waits.
         found = self.ask_all(self.others(), departure=departure, **details)
-        # A rank that does not answer may come all the same, and finds that it has been given up.
+        # A rank that does not answer may arrive after all, and finds that it has been given up.
         if all(each.get("comes") for each in found.values()):
             return None
         return self._describe(site, found)

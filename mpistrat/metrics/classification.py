@@ -23,7 +23,7 @@ from mpistrat.metrics.metric import (
 )
 from mpistrat.strategies import get_strategy
 
-SAME_SHAPE = "Labels are 0 or 1, beside one score each: for classes give one-hot labels."
+SAME_SHAPE = "Labels are 0 or 1, with one score each: for classes pass one-hot labels."
 
 
 class _BinaryCounts(Metric[Any]):

@@ -40,7 +40,7 @@ def why_not_tolerant() -> str:
         return f"the job was not started with {FLAG}"
     command = launch_command()
     if command and os.path.basename(command[0]) != "prted" and not _has_flag(command):
-        # The variable alone makes MPI report a loss, and the launcher ends the job all the same.
+        # The variable alone makes MPI report a loss, and the launcher ends the job anyway.
         return f"the job was not started with {FLAG}, though its variable is set"
     return ""
 

@@ -144,7 +144,7 @@ class ReplicaChannel(Channel):
         if is_agreed and None not in rows:
             self._reduce_rows(rows)
         # If the replicas of every rank differ, all ranks bring `_DIFFERENT` and agree. It is a
-        # disagreement all the same.
+        # disagreement anyway.
         return [outcome if are_equal else Outcome.MIXED] * len(votes)
 
     def leave_interrupted(self, what: str, error: BaseException) -> None:

@@ -202,7 +202,7 @@ class StrategyExtended(ExtendedV1):
             return self._replica_set.call(fn, args, kwargs, self._new_frame)
         local_args = [localize(each) for each in args]
         local_kwargs = {name: localize(kwargs[name]) for name in kwargs}
-        # Not `with ReplicaContext(...)`, which would check once more what was checked above.
+        # Not `with ReplicaContext(...)`, which would check again what was checked above.
         replica = self._context_class(self._container)
         frame = context.Frame(context.Kind.REPLICA, self._container, replica)
         with context.entered(frame), span("run", "run"):
@@ -235,7 +235,7 @@ class StrategyExtended(ExtendedV1):
             return self._replica_set.with_components(
                 "reduce", value, lambda own: self._reduce(reduce_op, own, axis, is_own=True)
             )[0]
-        # Before the call: reading the rows is a collective of its own, and would be refused inside.
+        # Before the call: reading the rows is a separate collective, and would be refused inside.
         value = with_whole_values(reduce_op, value) if self._variable_partitioner else value
         with self._replicas.call("reduce") as call:
             return reduce_to_host(call, ReduceOp.parse(reduce_op), value, axis)

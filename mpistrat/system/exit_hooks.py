@@ -97,7 +97,7 @@ class _Hooks:
         for action in tuple(self.actions[phase]):
             try:
                 action(*arguments)
-            except BaseException as failure:  # the other actions must run all the same
+            except BaseException as failure:  # the other actions must run anyway
                 _logger.warning("%s while leaving: %s", type(failure).__name__, failure)
 
 

@@ -52,7 +52,7 @@ class Program:
                 stderr=self._err.file if self._err else None,
                 cwd=cwd,
                 env=variables,
-                # Ctrl-C goes to the foreground group of the terminal, which a session of its own is
+                # Ctrl-C goes to the foreground group of the terminal, which a separate session is
                 # not part of: the parent decides how the program ends.
                 start_new_session=True,
             )

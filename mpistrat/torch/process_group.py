@@ -330,8 +330,8 @@ def create_group(opts: Any, pg_options: Any) -> Group:
     check_devices(backends)
     if thread_level() != "multiple":
         raise LaunchError(
-            f"MPI was started with the thread level {thread_level()}, but groups work on threads "
-            "of their own. Leave mpi4py.rc.thread_level at multiple."
+            f"MPI was started with the thread level {thread_level()}, but groups work on their own "
+            "threads. Leave mpi4py.rc.thread_level at multiple."
         )
     options = pg_options if isinstance(pg_options, Options) else Options()
     identity = _communicator(opts), opts.group_id, opts.timeout, options

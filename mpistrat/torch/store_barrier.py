@@ -68,7 +68,7 @@ class Stage:
             if time.monotonic() - began > limit.total_seconds():
                 raise CollectiveTimeoutError(
                     f"Not all of {self._num_ranks} ranks came to {self._key} within "
-                    f"{limit.total_seconds():g} s. Look for a rank that writes very slowly."
+                    f"{limit.total_seconds():g} s. Look for a rank that writes slowly."
                 )
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_POLL_S)

@@ -147,7 +147,7 @@ class ShardedVariable(WrittenTogether):
         if num_bytes > limit:
             raise ValueError(
                 f"The sharded variable {self.name!r} has {readable_size(num_bytes)}, more than "
-                f"MPISTRAT_GATHER_LIMIT allows to bring to every rank ({readable_size(limit)}). "
+                f"MPISTRAT_GATHER_LIMIT lets a read bring to every rank ({readable_size(limit)}). "
                 "Read rows by lookup(ids), or those of this rank by part."
             )
 

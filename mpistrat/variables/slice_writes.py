@@ -121,7 +121,7 @@ class SliceWrite:
         leading = storage.ndim - values.ndim + 1
         flat = storage.reshape(math.prod(storage.shape[:leading]), *storage.shape[leading:])
         for start, end in zip([0, *ends], ends, strict=False):
-            # NumPy keeps only one of several results that are assigned to one row, hence the
+            # NumPy keeps only one of several results that are assigned to one row; therefore the
             # rounds.
             at = rows[start:end]
             flat[at] = self.combine(flat[at], values[start:end])

@@ -12,6 +12,8 @@ of (its|their) own => its own
 \\w+! => no exclamation marks
 [pages]
 a pass => epoch
+[dialect]
+\\w+ alone(?=[.,;:)]) => only
 """
 
 
@@ -25,14 +27,14 @@ def phrases(tmp_path):
 def found(tmp_path, phrases, name, text):
     path = tmp_path / name
     path.write_text(text)
-    return [line.removeprefix(f"{path}:") for line in sentences.complaints(path, phrases)]
+    return [f"{each.line}: {each.words!r}" for each in sentences.places(path, phrases)]
 
 
 def test_a_phrase_is_found_with_its_line_and_remedy(tmp_path, phrases):
     text = "# Title\n\nIt has a room\nof its\nown.\n\n| a | b |\n|---|---|\n| c | Begin ANEW |\n"
     assert found(tmp_path, phrases, "page.md", text) == [
-        "4: 'of its own': write its own",
-        "9: 'ANEW': write again",
+        "4: 'of its own'",
+        "9: 'ANEW'",
     ]
 
 
@@ -72,26 +74,57 @@ NUMBER = "anew"
 """Begin anew."""
 '''
     assert found(tmp_path, phrases, "module.py", text) == [
-        "1: 'Great!': write no exclamation marks",
-        "10: 'of its own': write its own",
-        "13: 'anew': write again",
+        "1: 'Great!'",
+        "10: 'of its own'",
+        "13: 'anew'",
     ]
 
 
 def test_a_section_that_is_unknown_is_refused(tmp_path):
     path = tmp_path / "phrases.txt"
     path.write_text("[page]\nanew => again\n")
-    with pytest.raises(ValueError, match="unknown section page. Use everywhere or pages"):
+    with pytest.raises(ValueError, match="unknown section page. Use everywhere, pages or dialect"):
         sentences.read_phrases(path)
+
+
+def test_comments_and_messages_are_searched(tmp_path, phrases):
+    text = """
+# Begin anew.
+def refuse(name):
+    raise ValueError(f"{name} has a file of its own, and no more.")
+    raise ValueError("It begins anew every time.")
+    return d["anew"], "a anew"
+"""
+    assert found(tmp_path, phrases, "module.py", text) == [
+        "2: 'anew'",
+        "4: 'of its own'",
+        "5: 'anew'",
+    ]
+
+
+def test_the_dialect_is_told_apart_and_allowed_lines_are_left_out(tmp_path, phrases):
+    path = tmp_path / "page.md"
+    path.write_text("Rank 0 writes alone.\nIt begins anew and runs alone.\n")
+    places = sentences.places(path, phrases)
+    assert [(each.line, each.is_dialect) for each in places] == [(1, True), (2, True), (2, False)]
+    assert len(sentences.places(path, phrases, ["Rank 0 writes"])) == 2
+
+
+def test_the_entry_of_a_page_goes_before_that_of_its_folder():
+    assert sentences.budget("docs/guide/data.md") == sentences.BUDGETS["docs/guide/data.md"]
+    assert sentences.budget("docs/guide/other.md") == sentences.BUDGETS["docs/guide"]
+    assert sentences.budget("docs/faq.md") is None
 
 
 def test_lengths_are_those_of_the_files(tmp_path):
     (tmp_path / "docs" / "_build").mkdir(parents=True)
     (tmp_path / "README.md").write_text("one two\nthree\n")
+    (tmp_path / "CHANGELOG.md").write_text("four\n")
     (tmp_path / "docs" / "architecture.md").write_text("four  five")
     (tmp_path / "docs" / "_build" / "built.md").write_text("not counted")
     assert sentences.lengths(tmp_path) == {
         "README.md: lines": 2,
+        "CHANGELOG.md: lines": 1,
         "docs/architecture.md: words": 2,
     }
 

@@ -38,7 +38,7 @@ class AllGather(Operation):
         self, call: CollectiveCall, arrays: Sequence[Array], structure: object = ()
     ) -> list[Array]:
         """Concatenate each array over ranks, in rank order. **Collective**."""
-        # Dtypes must agree, except for the width of text, and shapes but for their length along
+        # Dtypes must agree, except for the width of text, and shapes except for their length along
         # the axis; if shapes do not, every rank raises a `ValueError` and the strategy stays
         # usable.
         check_sendable(call.kind, arrays)

@@ -124,7 +124,7 @@ def _list_matches(lister: _Lister, parts: list[str]) -> Listing:
     except DanglingLink as link:
         raise DataError(
             f"{lister.where} matches {str(link)!r}, a link that leads nowhere. Remove "
-            "or mend it, or let the field match less."
+            "or repair it, or let the field match less."
         ) from None
     if not lister.names:
         if lister.a_group and field.attribute is None:
