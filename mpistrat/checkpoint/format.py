@@ -1,6 +1,6 @@
 """Format of checkpoint files: versions, names, attributes and digests.
 
-A file holds one HDF5 data set per variable under ``/variables``, the digests of its pages under
+A file holds one HDF5 dataset per variable under ``/variables``, the digests of its pages under
 ``/digests`` where it is large, and one JSON text per object with other state under ``/state``. With
 ``num_replicas=`` the components of SyncOnRead variables are under ``/replicas``.
 Errors and commands name the paths without these groups.

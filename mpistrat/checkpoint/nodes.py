@@ -1,4 +1,4 @@
-"""Groups, data sets and attributes of checkpoint files, through the low level of h5py.
+"""Groups, datasets and attributes of checkpoint files, through the low level of h5py.
 
 A checkpoint has hundreds of small nodes. The high level of h5py makes types, spaces and property
 lists again for each of them, which takes longer than HDF5 itself, so here each is made once.
@@ -31,11 +31,11 @@ class Groups:
         return found
 
     def create_dataset(self, path: str, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-        """Return a new data set, which has its place in the file but no values."""
+        """Return a new dataset, which has its place in the file but no values."""
         return self._create(path, stored_type(dtype), shape)
 
     def create_text(self, path: str, num_bytes: int) -> Any:
-        """Return a new data set for one text. Those of variable length lie in an unchecked heap."""
+        """Return a new dataset for one text. Those of variable length lie in an unchecked heap."""
         h5t = h5py().h5t
         return self._create(path, _fixed_texts(num_bytes, h5t.STR_NULLPAD, h5t.CSET_UTF8), ())
 
@@ -46,7 +46,7 @@ class Groups:
 
 
 def write_values(dataset: Any, values: np.ndarray) -> None:
-    """Write all values of a small data set, given as an array in C order or as one text."""
+    """Write all values of a small dataset, given as an array in C order or as one text."""
     every = h5py().h5s.ALL
     if values.dtype.kind == "S":
         dataset.write(every, every, values, dataset.get_type())
@@ -55,13 +55,13 @@ def write_values(dataset: Any, values: np.ndarray) -> None:
 
 
 class TypesInFile:
-    """The dtypes of data sets: a file has few types, which all its data sets share."""
+    """The dtypes of datasets: a file has few types, which all its datasets share."""
 
     def __init__(self) -> None:
         self._known: list[tuple[Any, np.dtype, bool]] = []
 
     def of(self, dataset: Any) -> tuple[np.dtype, bool]:
-        """Return the dtype of a data set, and whether its bytes are those of arrays in memory."""
+        """Return the dtype of a dataset, and whether its bytes are those of arrays in memory."""
         stored = dataset.get_type()
         for known, dtype, is_as_in_memory in self._known:
             if known.equal(stored):
@@ -75,7 +75,7 @@ class TypesInFile:
 
 @functools.cache
 def _in_place() -> Any:
-    """Return the properties of data sets in one piece, which get their place at once."""
+    """Return the properties of datasets in one piece, which get their place at once."""
     h5p, h5d = h5py().h5p, h5py().h5d
     properties = h5p.create(h5p.DATASET_CREATE)
     properties.set_layout(h5d.CONTIGUOUS)

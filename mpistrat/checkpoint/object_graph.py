@@ -280,7 +280,7 @@ class _Walker:
 
 
 def check_disjoint(paths: list[str]) -> None:
-    """Refuse paths of which one would be a data set and a group at once."""
+    """Refuse paths of which one would be a dataset and a group at once."""
     known = set(paths)
     for path in paths:
         parts = path.split("/")

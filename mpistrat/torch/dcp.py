@@ -69,7 +69,7 @@ class _Task:
 class HDF5Writer(StorageWriter):
     """Storage of `torch.distributed.checkpoint.save` and ``async_save``: one HDF5 file.
 
-    All ranks write their shards to it at the same time. Each tensor is one data set of its global
+    All ranks write their shards to it at the same time. Each tensor is one dataset of its global
     shape, which h5ls shows. Numbers, texts and lists of them are JSON. The file is a checkpoint of
     mpistrat: `mpistrat inspect`, `mpistrat.Checkpoint.restore` and `HDF5Reader` read it, on any
     number of ranks. It appears under its name once it is complete and on disk; where a save fails

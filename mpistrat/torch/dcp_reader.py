@@ -49,7 +49,7 @@ class _Task:
     """What the coordinator tells one rank, in the plan of that rank."""
 
     verified: tuple[str, ...]
-    """The data sets whose digests this rank checks."""
+    """The datasets whose digests this rank checks."""
     num_threads: int
     meeting: Meeting
 
@@ -129,7 +129,7 @@ class HDF5Reader(StorageReader):
         return dataclasses.replace(plan, storage_data=(this_worker(), names))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Divide the data sets that are read among the ranks, which check their digests."""
+        """Divide the datasets that are read among the ranks, which check their digests."""
         workers = [plan.storage_data[0] for plan in plans]
         names = set().union(*(plan.storage_data[1] for plan in plans))
         sizes = {name: self._contents.infos[name].size_bytes for name in names}
@@ -176,9 +176,9 @@ class _Contents:
     def __init__(self) -> None:
         self.infos: dict[str, VariableInfo] = {}
         self.names: dict[str, str] = {}
-        """The data set of each tensor."""
+        """The dataset of each tensor."""
         self._extents: dict[str, Extent] = {}
-        """Of data sets that lie in one piece."""
+        """Of datasets that lie in one piece."""
         self._leaves: dict[str, Any] = {}
         self._paths: Any = {}
 
@@ -204,7 +204,7 @@ class _Contents:
 
     @contextlib.contextmanager
     def open(self, path: str) -> Iterator[tuple[int, CheckpointReader | None]]:
-        """Open the file for raw reads, and as a checkpoint where some data sets need it."""
+        """Open the file for raw reads, and as a checkpoint where some datasets need it."""
         with contextlib.ExitStack() as stack:
             if self._extents.keys() == self.infos.keys():
                 handle = os.open(path, os.O_RDONLY)
