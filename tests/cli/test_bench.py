@@ -199,13 +199,13 @@ sys.path.insert(0, {root!r})
 from {package} import {module}
 from benchmarks.__main__ import main
 {module}.{constant} = {value}
-sys.exit(main(["{module}", "--samples", "1", "--json"]))
+sys.exit(main(["{benchmark}", "--samples", "1", "--json"]))
 """
 
 
-def bench_in_small(folder, ranks, **names):
+def bench_in_small(folder, ranks, benchmark, **names):
     """Return the rows of a benchmark that no option makes smaller."""
-    program = IN_SMALL.format(root=str(ROOT), **names)
+    program = IN_SMALL.format(root=str(ROOT), benchmark=benchmark, **names)
     done = launch.run(["-c", program], ranks, 120, cwd=folder)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)["results"]
@@ -214,7 +214,7 @@ def bench_in_small(folder, ranks, **names):
 def test_optimizers_are_measured(tmp_path):
     layouts = {"one array": ((4096,),), "three": ((64, 32), (32,), ())}
     names = {"package": "benchmarks", "module": "optimizers", "constant": "_LAYOUTS"}
-    rows = bench_in_small(tmp_path, 1, **names, value=layouts)
+    rows = bench_in_small(tmp_path, 1, "optimizers", **names, value=layouts)
     rules = {"SGD", "SGD, momentum", "Adam", "AdamW"}
     assert {(row["optimizer"], row["layout"]) for row in rows} == set(product(rules, layouts))
     assert all(row["ours_s"] > 0 for row in rows)
@@ -222,8 +222,8 @@ def test_optimizers_are_measured(tmp_path):
 
 def test_checkpoints_are_measured_and_leave_no_files(tmp_path):
     models = {"one": ((300, 300),), "three": ((64, 32), (32,), (1,))}
-    names = {"package": "mpistrat.bench", "module": "checkpoint", "constant": "_MODELS"}
-    rows = bench_in_small(tmp_path, 2, **names, value=models)
+    names = {"package": "mpistrat.bench", "module": "checkpointing", "constant": "_MODELS"}
+    rows = bench_in_small(tmp_path, 2, "checkpoint", **names, value=models)
     peers = ["h5py and fsync", "h5py and fsync", "copy", "h5py", "h5py", "read"]
     assert [(row["model"], row["peer"]) for row in rows] == list(product(models, peers))
     assert all(row["ours_s"] > 0 and row["ours_over_hand"] > 0 for row in rows)
