@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ContextDecorator
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from mpistrat import nests
 from mpistrat.errors import ContextError
@@ -325,7 +325,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 def collective(
     kind: str | None = None,
-    writes: bool | Literal["self"] = False,
+    writes: bool = False,
     of: Callable[[Any], Collectives | None] | None = None,
     sets_attributes: bool = False,
 ) -> Callable[[_Method], _Method]:
@@ -333,17 +333,9 @@ def collective(
 
     A method of a strategy, or of its extended interface, is checked to be in cross-replica context.
     For others `of` returns, from the first argument, the ranks that make the call, ``None`` where
-    it is part of a call around it.
-
-    Parameters
-    ----------
-    kind : str, optional
-        Names the call in messages; by default the class and the method do.
-    writes : bool or "self"
-        Whether it may write to any variable, or only to the one that it is a method of.
-    of : callable, optional
-    sets_attributes : bool
-        Whether it sets attributes of the object, which a repeated call must find as they were.
+    it is part of a call around it. `kind` names the call in messages; by default the class and the
+    method do. `writes` says whether it may write to variables, `sets_attributes` whether a repeated
+    call must find those of the object as they were.
     """
 
     def decorate(method: _Method) -> _Method:
@@ -365,7 +357,7 @@ def collective(
                 return method(self, *args, **kwargs)
 
             what = kind or f"{type(self).__name__}.{method.__name__}".removesuffix(".__init__")
-            return ranks.as_unit(what, attempt, (self,) if writes == "self" else writes)
+            return ranks.as_unit(what, attempt, writes)
 
         return cast(_Method, call)
 

@@ -20,7 +20,7 @@ from mpistrat.coordinator.closures import (
 )
 from mpistrat.coordinator.per_worker import WorkerData
 from mpistrat.errors import CancelledError, UnavailableError, WorkerLostError
-from mpistrat.parameter_server.client import Lane
+from mpistrat.parameter_server.store import Lane
 from mpistrat.settings import settings_at_the_end
 from mpistrat.system.text import text_of
 

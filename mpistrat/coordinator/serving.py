@@ -11,8 +11,8 @@ from mpistrat.coordinator.dispatcher import Dispatcher
 from mpistrat.coordinator.per_worker import WorkerData
 from mpistrat.errors import CollectiveError
 from mpistrat.failures import losses
-from mpistrat.parameter_server.client import Lane
 from mpistrat.parameter_server.server_job import Roles, ServerJob
+from mpistrat.parameter_server.store import Lane
 
 if TYPE_CHECKING:
     from mpistrat.comm.messages import Message

@@ -113,7 +113,9 @@ class ElasticReplicaSet(ReplicaSet):
 class ElasticDataset(DistributedDataset):
     """The parts of the replicas that this rank has, also once these are more."""
 
-    def __init__(self, parts: Sequence[ReplicaPart], ranks: Collectives, replicas: Any) -> None:
+    def __init__(
+        self, parts: Sequence[ReplicaPart], ranks: Collectives, replicas: ElasticReplicaSet
+    ) -> None:
         super().__init__(parts, ranks, replicas)
         self._of_replicas = dict(zip(replicas.ids, parts, strict=True))
         """By replica, the parts of all that this rank has had."""

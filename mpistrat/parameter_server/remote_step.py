@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from mpistrat import context
 from mpistrat.arrays import host_view
+from mpistrat.optimizers.optimizer import Optimizer
 from mpistrat.optimizers.step_gradients import (
     check_gradients,
     check_owners,
@@ -19,7 +21,7 @@ from mpistrat.optimizers.step_gradients import (
     split_pairs,
 )
 from mpistrat.optimizers.update import Step, Target, gradient_factor, slot_dtype
-from mpistrat.parameter_server.remote_variable import RemoteVariable
+from mpistrat.parameter_server.remote_variable import RemoteVariable, parts_of
 from mpistrat.parameter_server.server_job import ServerJob, job_of
 from mpistrat.parameter_server.store import (
     Operation,
@@ -39,7 +41,7 @@ _NUMBER = struct.Struct("<d")
 _NO_NUMBERS = frozenset({"weight_decay", "global_clipnorm", "loss_scale", "sharded_slots"})
 
 
-def apply_remotely(optimizer: Any, strategy: Any, pairs: Any) -> None:
+def apply_remotely(optimizer: Optimizer, strategy: context.Strategy, pairs: Any) -> None:
     """Have the holders of variables take one step: see `Optimizer.apply_gradients`."""
     kind = f"{type(optimizer).__name__}.apply_gradients"
     job = job_of(strategy)
@@ -78,7 +80,7 @@ def apply_remotely(optimizer: Any, strategy: Any, pairs: Any) -> None:
     )
 
 
-def _number_of(optimizer: Any, job: ServerJob) -> int:
+def _number_of(optimizer: Optimizer, job: ServerJob) -> int:
     """Return the number by which messages name an optimizer, that of its creation."""
     return next(i for i, each in enumerate(job.optimizers) if each is optimizer)
 
@@ -97,7 +99,7 @@ def _entries(
     """Return what the holder of each part gets of a gradient."""
     found = []
     name = variable.dtype.name.encode()
-    for part in variable._parts:
+    for part in parts_of(variable):
         start, stop = part.rows.start, part.rows.stop
         if isinstance(gradient, IndexedSlices):
             mine = (gradient.indices >= start) & (gradient.indices < stop)
@@ -111,7 +113,7 @@ def _entries(
     return found
 
 
-def _parameters(optimizer: Any, factor: float | None) -> list[bytes]:
+def _parameters(optimizer: Optimizer, factor: float | None) -> list[bytes]:
     """Return the numbers of a step; a rate that depends on the step is found by the holder."""
     rate = math.nan if callable(optimizer.learning_rate) else float(optimizer.learning_rate)
     numbers = [float(getattr(optimizer, name)) for name in _names(optimizer)]
@@ -119,7 +121,7 @@ def _parameters(optimizer: Any, factor: float | None) -> list[bytes]:
     return [*map(_NUMBER.pack, (*head, *numbers))]
 
 
-def _names(optimizer: Any) -> list[str]:
+def _names(optimizer: Optimizer) -> list[str]:
     return [name for name in optimizer._constant_parameters if name not in _NO_NUMBERS]
 
 
@@ -132,7 +134,7 @@ def _request(
     return Request(Operation.STEP, number, np.dtype(np.float64), buffers, extra=extra)
 
 
-def take_step(optimizer: Any, number: int, store: ParameterStore, request: Request) -> None:
+def take_step(optimizer: Optimizer, number: int, store: ParameterStore, request: Request) -> None:
     """Update the parts that this rank holds, as the optimizer of that `number`, by one step."""
     rate, decay, factor, num_parameters, num_entries = _HEAD.unpack_from(request.extra)
     at = _HEAD.size
@@ -141,7 +143,7 @@ def take_step(optimizer: Any, number: int, store: ParameterStore, request: Reque
         # The program may have set another one on the rank that takes the step.
         setattr(optimizer, name, type(getattr(optimizer, name))(value))
         at += _NUMBER.size
-    iterations = store.array(optimizer.iterations._parts[0].key, np.dtype(np.int64))
+    iterations = store.array(parts_of(optimizer.iterations)[0].key, np.dtype(np.int64))
     done = int(iterations)
     if math.isnan(rate):
         rate = optimizer._rate(done)
@@ -166,7 +168,7 @@ def take_step(optimizer: Any, number: int, store: ParameterStore, request: Reque
 
 
 def _target(
-    optimizer: Any, number: int, store: ParameterStore, key: int, dtype: np.dtype
+    optimizer: Optimizer, number: int, store: ParameterStore, key: int, dtype: np.dtype
 ) -> Target:
     """Return the memory of a part and its slots, as they are now."""
     names = optimizer._rule.kernel.slots
@@ -183,7 +185,9 @@ def _target(
     return target
 
 
-def find_slots(optimizer: Any, job: ServerJob) -> list[tuple[str, RemoteVariable, RemoteVariable]]:
+def find_slots(
+    optimizer: Optimizer, job: ServerJob
+) -> list[tuple[str, RemoteVariable, RemoteVariable]]:
     """Return name, slot and variable of each slot that the holders have by now."""
     number = _number_of(optimizer, job)
     request = Request(Operation.SLOTS, number, np.dtype(np.int64))
@@ -196,11 +200,11 @@ def find_slots(optimizer: Any, job: ServerJob) -> list[tuple[str, RemoteVariable
         (name, _make_slot(optimizer, number, variable, i), variable)
         for variable in job.variables
         for i, name in enumerate(optimizer._rule.kernel.slots)
-        if any(slot_key(part.key, number, i) in keys for part in variable._parts)
+        if any(slot_key(part.key, number, i) in keys for part in parts_of(variable))
     ]
 
 
-def slot_makers(optimizer: Any, job: ServerJob) -> dict[str, Callable[[Any], RemoteVariable]]:
+def slot_makers(optimizer: Optimizer, job: ServerJob) -> dict[str, Callable[[Any], RemoteVariable]]:
     """Return what makes the slots of a variable as this rank knows them, by name."""
     number = _number_of(optimizer, job)
     return {
@@ -209,7 +213,9 @@ def slot_makers(optimizer: Any, job: ServerJob) -> dict[str, Callable[[Any], Rem
     }
 
 
-def _make_slot(optimizer: Any, number: int, variable: RemoteVariable, place: int) -> RemoteVariable:
+def _make_slot(
+    optimizer: Optimizer, number: int, variable: RemoteVariable, place: int
+) -> RemoteVariable:
     """Return a slot as this rank knows it; where it lies, it begins as zeros."""
     name = optimizer._rule.kernel.slots[place]
     dtype = slot_dtype(variable.dtype)

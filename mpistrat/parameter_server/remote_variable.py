@@ -15,9 +15,15 @@ from mpistrat import context
 from mpistrat.arrays import Array, host_view
 from mpistrat.collectives.collectives import CollectiveCall
 from mpistrat.collectives.reduction import dtype_name
-from mpistrat.parameter_server.client import ParameterClient, Part
 from mpistrat.parameter_server.server_job import job_of
-from mpistrat.parameter_server.store import WRITES, Operation, Request, slot_key
+from mpistrat.parameter_server.store import (
+    WRITES,
+    Operation,
+    ParameterClient,
+    Part,
+    Request,
+    slot_key,
+)
 from mpistrat.sharding import cut, part_lengths
 from mpistrat.values import IndexedSlices, PerReplica
 from mpistrat.variables.initial import InitialValue
@@ -372,3 +378,9 @@ def _ranges(shape: tuple[int, ...], num_parts: int) -> list[range]:
 def _bytes_of(array: np.ndarray) -> np.ndarray:
     flat: np.ndarray = array.reshape(-1).view(np.uint8)
     return flat
+
+
+def parts_of(variable: Variable) -> tuple[Part, ...]:
+    """Return the parts of a remote variable, and where they are."""
+    assert isinstance(variable, RemoteVariable)
+    return variable._parts

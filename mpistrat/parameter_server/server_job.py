@@ -14,8 +14,8 @@ from mpistrat.errors import CollectiveError, ContextError, UnavailableError
 from mpistrat.failures import losses
 from mpistrat.mpi.survival import FLAG
 from mpistrat.mpi.world import World
-from mpistrat.parameter_server.client import ParameterClient, Part
-from mpistrat.parameter_server.store import ParameterStore
+from mpistrat.optimizers.optimizer import Optimizer
+from mpistrat.parameter_server.store import ParameterClient, ParameterStore, Part
 from mpistrat.system import exit_hooks
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class ServerJob:
         self._turn = 0
         self.phase = Phase.SETUP
         self.store = ParameterStore()
-        self.optimizers: list[Any] = []
+        self.optimizers: list[Optimizer] = []
         """By their numbers in messages."""
         self.closure_depth = 0
         """Above 0 while this rank runs a closure."""

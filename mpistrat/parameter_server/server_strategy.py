@@ -13,13 +13,18 @@ from mpistrat.collectives.collectives import Collectives
 from mpistrat.errors import ContextError, LaunchError
 from mpistrat.layout import Layout
 from mpistrat.mpi.world import World
+from mpistrat.optimizers.optimizer import Optimizer
 from mpistrat.parameter_server.remote_step import (
     apply_remotely,
     find_slots,
     slot_makers,
     take_step,
 )
-from mpistrat.parameter_server.remote_variable import RemoteShardedVariable, RemoteVariable
+from mpistrat.parameter_server.remote_variable import (
+    RemoteShardedVariable,
+    RemoteVariable,
+    parts_of,
+)
 from mpistrat.parameter_server.server_job import Phase, ServerJob, job_of
 from mpistrat.parameter_server.store import ParameterStore, Request
 from mpistrat.strategies.cluster_resolver import ClusterResolver
@@ -48,7 +53,7 @@ class ServerExtended(StrategyExtended):
         self._partitioner: Callable[..., Sequence[int]] | None = None
         self._has_warned = False
 
-    def _note_optimizer(self, optimizer: Any) -> None:
+    def _note_optimizer(self, optimizer: Optimizer) -> None:
         if optimizer.sharded_slots or optimizer.loss_scale is not None:
             raise NotImplementedError(
                 f"{type(optimizer).__name__}: sharded_slots and loss_scale are for replicas that "
@@ -64,11 +69,11 @@ class ServerExtended(StrategyExtended):
 
     _apply_gradients = staticmethod(apply_remotely)
 
-    def _slot_makers(self, optimizer: Any) -> Mapping[str, Callable[[Any], Variable]]:
+    def _slot_makers(self, optimizer: Optimizer) -> Mapping[str, Callable[[Any], Variable]]:
         """Return what makes the slots of a variable as this rank knows them, by name."""
         return slot_makers(optimizer, self._job)
 
-    def _find_slots(self, optimizer: Any) -> Sequence[tuple[str, Variable, Variable]]:
+    def _find_slots(self, optimizer: Optimizer) -> Sequence[tuple[str, Variable, Variable]]:
         """Return name, slot and variable of each slot that the holders have by now."""
         return find_slots(optimizer, self._job)
 
@@ -199,7 +204,7 @@ class ServerExtended(StrategyExtended):
         self._check_locality("colocate_vars_with", colocate_with_variable)
         outer = self._job.beside
         if isinstance(colocate_with_variable, RemoteVariable):
-            self._job.beside = colocate_with_variable._parts[0].holders
+            self._job.beside = parts_of(colocate_with_variable)[0].holders
         try:
             yield
         finally:

@@ -30,8 +30,7 @@ from mpistrat.cuda_api import ForNumPy
 from mpistrat.options import VariableAggregation, VariableSynchronization
 from mpistrat.system.text import html_table, readable_size, small_values
 from mpistrat.values import DistributedValues, IndexedSlices, register_storage
-from mpistrat.variables.initial import InitialValue
-from mpistrat.variables.names import names_of
+from mpistrat.variables.initial import InitialValue, names_of
 from mpistrat.variables.placement import Making, Whole, read_only
 from mpistrat.variables.slice_writes import (
     BATCH_SCATTER_UPDATE,

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mpistrat as ms
-from mpistrat.coordinator import closures, functions
+from mpistrat.coordinator import closures
 from mpistrat.errors import ContextError
 
 
@@ -223,7 +223,7 @@ def test_no_schedule_inside_of_a_closure(size):
         pytest.skip("elsewhere there is no coordinator to ask")
     strategy = ms.ParameterServerStrategy()
     coordinator = ms.coordinator.ClusterCoordinator(strategy)
-    functions._found.clear()
+    closures._found.clear()
     global ALONE
     ALONE = coordinator
     coordinator.schedule(ask_again)
@@ -240,15 +240,15 @@ def ask_again():
 
 
 def test_the_code_must_be_the_same():
-    name = functions.name_of_function("schedule", first)
-    other = functions.name_of_function("schedule", big)
-    assert functions.find_function("\0".join(name)) is first
+    name = closures.name_of_function("schedule", first)
+    other = closures.name_of_function("schedule", big)
+    assert closures.find_function("\0".join(name)) is first
     with pytest.raises(RuntimeError, match="differs from the chief's"):
-        functions.find_function("\0".join((name.module, name.path, other.digest)))
+        closures.find_function("\0".join((name.module, name.path, other.digest)))
     with pytest.raises(RuntimeError, match="has no function"):
-        functions.find_function("\0".join((name.module, "missing", "")))
+        closures.find_function("\0".join((name.module, "missing", "")))
     with pytest.raises(RuntimeError, match="has no function"):
-        functions.find_function("no_such_module\0missing\0")
+        closures.find_function("no_such_module\0missing\0")
 
 
 NESTS = st.recursive(
