@@ -251,7 +251,8 @@ def _delivered(nest: Any, where: Place | None) -> Any:
 
 
 def _placed(leaf: Any, device: Device) -> Any:
-    return leaf if isinstance(leaf, IndexedSlices) else place(leaf, device)
+    # Replicas of the same rank that do not get the result have None.
+    return leaf if leaf is None or isinstance(leaf, IndexedSlices) else place(leaf, device)
 
 
 def _reduce_locally(kind: str, op: ReduceOp, value: Any, axis: Any) -> Any:

@@ -379,7 +379,7 @@ class StrategyTests:
             else:
                 assert reduced is None
         variable = self.variable(np.zeros(2), "NONE")
-        pairs = [(value, variable), (value, "cpu:0")]
+        pairs: list[tuple[Any, Any]] = [(value, variable), (value, "cpu:0")]
         mirrored, placed = strategy.extended.batch_reduce_to("mean", pairs)
         assert isinstance(mirrored, Mirrored)
         assert mirrored.values[0].tolist() == placed.tolist() == [(self.size + 1) / 2] * 2
@@ -446,7 +446,8 @@ class StrategyTests:
         for _ in range(2):
             steps = 0
             for step, batch in enumerate(batches):
-                self.check_each(batch, lambda number, step=step: [step] if step <= number else [])
+                rows = [[step] if step <= number else [] for number in range(self.size)]
+                self.check_each(batch, rows.__getitem__)
                 steps += 1
             assert steps == self.size
 
@@ -494,7 +495,7 @@ class StrategyTests:
     def test_metrics_are_of_all_replicas(self) -> None:
         with self.strategy.scope():
             mean = Mean()
-            summed = from_sums(lambda x: {"sum": x.sum()}, lambda sums: sums["sum"])
+            summed: Any = from_sums(lambda x: {"sum": x.sum()}, lambda sums: sums["sum"])
         self.strategy.run(lambda: mean.update_state(np.full(replica_id() + 1, replica_id())))
         for _ in range(2):
             self.strategy.run(lambda: summed.update_state(np.full(2, replica_id())))
