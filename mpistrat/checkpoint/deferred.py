@@ -74,8 +74,10 @@ class StateLoading:
         if lines:
             begin = f"{self._refusal(refused, reason)} " if reason is not None else ""
             raise CheckpointMismatchError(
-                f"{begin}Its restore cannot be reversed, because objects do not take back the state "
-                "that they had:\n" + "\n".join(lines) + "\nThese may hold a part of the old state "
+                f"{begin}Its restore cannot be reversed, because objects do not take back the "
+                "state that they had:\n"
+                + "\n".join(lines)
+                + "\nThese may hold a part of the old state "
                 "and a part of the new one: make them again. All others are as before."
             ) from (reason or first)
 

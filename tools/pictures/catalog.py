@@ -8,7 +8,6 @@ from typing import Any
 
 from tools.house import ROOT
 from tools.pictures import (
-    architecture,
     checkpoint,
     collective,
     contexts,
@@ -72,7 +71,6 @@ class Picture:
 
 
 PICTURES = (
-    Picture("architecture", architecture.draw),
     Picture("layers", layers.draw),
     Picture("collective", collective.draw),
     Picture("contexts", contexts.draw),

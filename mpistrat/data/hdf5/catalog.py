@@ -109,7 +109,7 @@ class Catalog:
                 number = int(wrong[0])
                 raise DataError(
                     f"The arrays of example {number} have the lengths {int(found[0][number])} and "
-                    f"{int(other[number])} (the second number for {output.spec}), but unbatch needs one. "
+                    f"{int(other[number])} (for {output.spec}), but unbatch needs one. "
                     "Name fields that belong together with fields=(...)."
                 )
         return found[0]
