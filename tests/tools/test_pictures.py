@@ -95,7 +95,7 @@ def test_the_picture_of_layers_shows_every_module():
 @pytest.mark.parametrize(
     ("name", "said"),
     {
-        "architecture": "strategies collectives agreement comm MPI data checkpoint",
+        "contexts": "replica context cross-replica context collective rank 0",
         "collective": "agree reduce CollectiveMismatchError",
         "checkpoint": "variables/ state/ digest",
         "gpu": "NCCL CUDA-aware staging",

@@ -106,7 +106,7 @@ def test_the_dialect_is_told_apart_and_allowed_lines_are_left_out(tmp_path, phra
     path = tmp_path / "page.md"
     path.write_text("Rank 0 writes alone.\nIt begins anew and runs alone.\n")
     places = sentences.places(path, phrases)
-    assert [(each.line, each.is_dialect) for each in places] == [(1, True), (2, True), (2, False)]
+    assert [(each.line, each.is_dialect) for each in places] == [(1, True), (2, False), (2, True)]
     assert len(sentences.places(path, phrases, ["Rank 0 writes"])) == 2
 
 
