@@ -120,6 +120,10 @@ class CommunicationImplementation(enum.Enum):
     as AUTO."""
 
 
+AUTOMATIC_BYTES_PER_PACK = 2**25
+"""Size of a message of several arrays, for ``bytes_per_pack=0``."""
+
+
 @dataclass(frozen=True)
 class CommunicationOptions:
     """How a collective communicates.

@@ -12,10 +12,7 @@ import numpy as np
 
 from mpistrat.arrays import native
 from mpistrat.comm.wire import as_ordered_integers, is_narrow, result_dtype, wire_dtype
-from mpistrat.options import CommunicationOptions, ReduceOp
-
-_AUTOMATIC_BYTES_PER_PACK = 2**25
-"""For ``bytes_per_pack=0``."""
+from mpistrat.options import AUTOMATIC_BYTES_PER_PACK, CommunicationOptions, ReduceOp
 
 _SMALL_BYTES = 2**14
 """Arrays up to this size are copied one behind the other: cheaper than a description of each."""
@@ -94,7 +91,7 @@ def plan_reduction(
     ]
     results = [(shape, result_dtype(op, dtype)) for dtype, shape in kinds]
     packs = []
-    for group in plan_packs(num_bytes, keys, options.bytes_per_pack or _AUTOMATIC_BYTES_PER_PACK):
+    for group in plan_packs(num_bytes, keys, options.bytes_per_pack or AUTOMATIC_BYTES_PER_PACK):
         wire = wires[group[0]]
         # Decided by dtypes and shapes only, like the rest of the plan: the ranks agree on these, so
         # every rank makes equal messages.

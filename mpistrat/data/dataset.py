@@ -17,8 +17,8 @@ from mpistrat.data.hdf5.source import Hdf5Source
 from mpistrat.data.iterators import ElementIterator, Position
 from mpistrat.data.order import SameOrder, Transformation
 from mpistrat.data.pipeline import Pipeline, Prefetch
+from mpistrat.data.sources.indexable import UserSource, refuse_lazy_arrays
 from mpistrat.data.sources.memory import ArraySource, CountSource, GeneratorSource, RangeSource
-from mpistrat.data.sources.user import UserSource, refuse_lazy_arrays
 from mpistrat.data.transformations.batch import (
     Batch,
     Enumerate,

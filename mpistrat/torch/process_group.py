@@ -23,8 +23,8 @@ from mpistrat.mpi.world import thread_level
 from mpistrat.strategies.mpi import MPIStrategy
 from mpistrat.system.exit_hooks import Phase, at
 from mpistrat.system.text import rank_list
+from mpistrat.torch.collectives import Operations
 from mpistrat.torch.launching import Options, check_devices, check_place, job_communicator
-from mpistrat.torch.operations import Operations
 from mpistrat.torch.point_to_point import Messages
 from mpistrat.torch.tensors import described, is_on_host
 from mpistrat.torch.works import GroupQueue

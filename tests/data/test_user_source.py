@@ -83,7 +83,7 @@ def test_each_chunk_is_read_once():
 
 @pytest.mark.parametrize("thread_safe", [True, False])
 def test_threads_call_it(monkeypatch, thread_safe):
-    monkeypatch.setattr("mpistrat.data.sources.user.cores_of_rank", lambda: 4)
+    monkeypatch.setattr("mpistrat.data.sources.indexable.cores_of_rank", lambda: 4)
     source = One(300)
     list(Dataset.from_source(source, thread_safe=thread_safe).batch(100))
     assert source.most > 1 if thread_safe else source.most == 1
