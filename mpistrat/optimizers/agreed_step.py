@@ -1,34 +1,135 @@
-"""A step of an optimizer on which the ranks have agreed, and how each rank takes it."""
+"""Steps of an optimizer on which the ranks have agreed: how each rank takes one, and repeats it."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from mpistrat import context
+from mpistrat.agreement.channel import Channel
 from mpistrat.arrays import span_of
+from mpistrat.collectives.collectives import CollectiveCall
+from mpistrat.collectives.fast_reduction import FastReduction
+from mpistrat.collectives.reduction import Reduction
+from mpistrat.optimizers.device_update import SumsOfSquares
 from mpistrat.optimizers.sharded_slots import PartUpdate, share_parts
-from mpistrat.optimizers.slots import PreparedStep
-from mpistrat.optimizers.step_gradients import settled_beside
+from mpistrat.optimizers.step_gradients import prepare_sum, settled_beside
 from mpistrat.optimizers.update import (
     Rule,
     Step,
     Target,
     UpdateAll,
     gradient_factor,
+    sums_of_all,
     update_each,
 )
 from mpistrat.options import ReduceOp
 from mpistrat.tracing.spans import span
-from mpistrat.variables import Variable
+from mpistrat.variables import (
+    Variable,
+)
 from mpistrat.variables.variable import own_storage_of, settle, storage_of
 
 RATE = "with the learning rate"
 """What messages call the number that ranks compare."""
+
+
+@dataclass
+class PreparedStep:
+    """A step on variables of the host or of one device, by gradients that fit them as they are."""
+
+    channel: Channel
+    """That of the step, kept so that its id is not given to another one."""
+    strategy: Any
+    """Of the step. All checks of `variables` in it have passed."""
+    variables: Sequence[Variable]
+    """Kept, so that their ids are not given to others."""
+    counter: Variable
+    """The `iterations` of the optimizer."""
+    iterations: np.ndarray
+    """The memory of that."""
+    reduction: Reduction
+    """Of the gradients."""
+    fast: FastReduction | None
+    """What repeats it, where there is compiled code."""
+    parameters: str
+    """Those of the optimizer that `reduction` compares."""
+    updates: dict[Rule, UpdateAll | None] = field(default_factory=dict)
+    """What updates all variables at once, ``None`` where nothing can."""
+    _sums: SumsOfSquares | None = None
+
+    def sums_of_squares(self, summed: list[Any]) -> SumsOfSquares | None:
+        """Return what sums the squares of gradients on a device; ``None`` for those of hosts."""
+        if self._sums is None and type(summed[0]) is not np.ndarray:
+            self._sums = sums_of_all(summed)
+        return self._sums
+
+    def prepare(self, call: CollectiveCall, gradients: list[Any], parameters: str) -> None:
+        """Have the ranks compare other `parameters` from now on."""
+        self.reduction = prepare_sum(call, gradients, self.variables, parameters)
+        self.fast, self.parameters = call.fast(self.reduction, lends=True), parameters
+
+
+_MAX_STEPS = 64
+
+
+class PreparedSteps(dict[tuple[int, ...], PreparedStep]):
+    """The prepared steps of one optimizer, by the ids of channel and variables."""
+
+    # A copy of the optimizer prepares its own.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PreparedSteps:
+        # The ids are those of the variables that were not copied.
+        return PreparedSteps()
+
+    def find(
+        self, channel: Channel, strategy: Any, counter: Variable, pairs: Any
+    ) -> tuple[PreparedStep | None, list[Any]]:
+        """Return the step prepared for the (gradient, Variable) `pairs`, and the gradients."""
+        # ``(None, [])`` for all that is not known or does not fit, also for what are no pairs.
+        try:
+            gradients, variables = zip(*pairs, strict=True)
+        except (TypeError, ValueError):
+            return None, []
+        known = self.get((id(channel), *map(id, variables)))
+        given = list(gradients)
+        # A program may have given the optimizer another counter.
+        if known is None or known.strategy is not strategy or known.counter is not counter:
+            return None, []
+        return (known, given) if known.reduction.fits(given) else (None, [])
+
+    def keep(
+        self,
+        call: CollectiveCall,
+        strategy: Any,
+        gradients: list[Any],
+        variables: Sequence[Variable],
+        counter: Variable,
+        parameters: str,
+    ) -> None:
+        """Prepare later steps like this one, where they need no check of the gradients."""
+        # Compiled code updates all variables at once, and whole ones, on the host or on a device:
+        # the caller leaves out steps that the ranks divide.
+        if not call.channel.transport.has_fast_paths:
+            return
+        storages = [storage_of(variable) for variable in variables]
+        if len({type(each) for each in (*gradients, *storages)}) > 1:
+            return
+        reduction = prepare_sum(call, gradients, variables, parameters)
+        if not reduction.fits(gradients):
+            return
+        # Steps keep their variables alive: a program that builds model after model would run out of
+        # memory.
+        if len(self) >= _MAX_STEPS:
+            self.clear()
+        key = (id(call.channel), *map(id, variables))
+        memory, fast = storage_of(counter), call.fast(reduction, lends=True)
+        what = variables, counter, memory, reduction, fast, parameters
+        self[key] = PreparedStep(call.channel, strategy, *what)
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,16 @@ import numpy as np
 from mpistrat import context, user_warnings
 from mpistrat.arguments import as_finite, as_real, format_value, is_constant
 from mpistrat.collectives.collectives import CollectiveCall
-from mpistrat.optimizers.agreed_step import RATE, AgreedStep, take_known_step
+from mpistrat.optimizers.agreed_step import (
+    RATE,
+    AgreedStep,
+    PreparedStep,
+    PreparedSteps,
+    take_known_step,
+)
 from mpistrat.optimizers.loss_scale import LossScale
 from mpistrat.optimizers.sharded_slots import is_divided, summed_in_parts
 from mpistrat.optimizers.slots import (
-    PreparedStep,
-    PreparedSteps,
     Slots,
     check_can_shard_slots,
     zero_slot,

@@ -1,23 +1,15 @@
-"""Slots of variables, and prepared steps: what an optimizer keeps between two steps."""
+"""Slots of variables: the momenta and other variables that an optimizer keeps for each."""
 
 from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from mpistrat import context
-from mpistrat.agreement.channel import Channel
-from mpistrat.collectives.collectives import CollectiveCall
-from mpistrat.collectives.fast_reduction import FastReduction
-from mpistrat.collectives.reduction import Reduction
-from mpistrat.optimizers.device_update import SumsOfSquares
-from mpistrat.optimizers.step_gradients import prepare_sum
-from mpistrat.optimizers.update import Rule, Target, UpdateAll, slot_dtype, sums_of_all
+from mpistrat.optimizers.update import Target, slot_dtype
 from mpistrat.strategies.one_replica import default_strategy
 from mpistrat.system import units
 from mpistrat.variables import (
@@ -26,7 +18,7 @@ from mpistrat.variables import (
 )
 from mpistrat.variables.initial import InitialValue
 from mpistrat.variables.placement import Whole
-from mpistrat.variables.variable import own_storage_of, placement_of, storage_of
+from mpistrat.variables.variable import own_storage_of, placement_of
 
 
 @dataclass
@@ -149,97 +141,3 @@ def zero_slot(variable: Variable, name: str, is_sharded: bool = False) -> Variab
             zeros.is_flat = True
             return Variable(zeros, trainable=False, name=name)
         return variable._zeros(name, dtype)
-
-
-@dataclass
-class PreparedStep:
-    """A step on variables of the host or of one device, by gradients that fit them as they are."""
-
-    channel: Channel
-    """That of the step, kept so that its id is not given to another one."""
-    strategy: Any
-    """Of the step. All checks of `variables` in it have passed."""
-    variables: Sequence[Variable]
-    """Kept, so that their ids are not given to others."""
-    counter: Variable
-    """The `iterations` of the optimizer."""
-    iterations: np.ndarray
-    """The memory of that."""
-    reduction: Reduction
-    """Of the gradients."""
-    fast: FastReduction | None
-    """What repeats it, where there is compiled code."""
-    parameters: str
-    """Those of the optimizer that `reduction` compares."""
-    updates: dict[Rule, UpdateAll | None] = field(default_factory=dict)
-    """What updates all variables at once, ``None`` where nothing can."""
-    _sums: SumsOfSquares | None = None
-
-    def sums_of_squares(self, summed: list[Any]) -> SumsOfSquares | None:
-        """Return what sums the squares of gradients on a device; ``None`` for those of hosts."""
-        if self._sums is None and type(summed[0]) is not np.ndarray:
-            self._sums = sums_of_all(summed)
-        return self._sums
-
-    def prepare(self, call: CollectiveCall, gradients: list[Any], parameters: str) -> None:
-        """Have the ranks compare other `parameters` from now on."""
-        self.reduction = prepare_sum(call, gradients, self.variables, parameters)
-        self.fast, self.parameters = call.fast(self.reduction, lends=True), parameters
-
-
-_MAX_STEPS = 64
-
-
-class PreparedSteps(dict[tuple[int, ...], PreparedStep]):
-    """The prepared steps of one optimizer, by the ids of channel and variables."""
-
-    # A copy of the optimizer prepares its own.
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> PreparedSteps:
-        # The ids are those of the variables that were not copied.
-        return PreparedSteps()
-
-    def find(
-        self, channel: Channel, strategy: Any, counter: Variable, pairs: Any
-    ) -> tuple[PreparedStep | None, list[Any]]:
-        """Return the step prepared for the (gradient, Variable) `pairs`, and the gradients."""
-        # ``(None, [])`` for all that is not known or does not fit, also for what are no pairs.
-        try:
-            gradients, variables = zip(*pairs, strict=True)
-        except (TypeError, ValueError):
-            return None, []
-        known = self.get((id(channel), *map(id, variables)))
-        given = list(gradients)
-        # A program may have given the optimizer another counter.
-        if known is None or known.strategy is not strategy or known.counter is not counter:
-            return None, []
-        return (known, given) if known.reduction.fits(given) else (None, [])
-
-    def keep(
-        self,
-        call: CollectiveCall,
-        strategy: Any,
-        gradients: list[Any],
-        variables: Sequence[Variable],
-        counter: Variable,
-        parameters: str,
-    ) -> None:
-        """Prepare later steps like this one, where they need no check of the gradients."""
-        # Compiled code updates all variables at once, and whole ones, on the host or on a device:
-        # the caller leaves out steps that the ranks divide.
-        if not call.channel.transport.has_fast_paths:
-            return
-        storages = [storage_of(variable) for variable in variables]
-        if len({type(each) for each in (*gradients, *storages)}) > 1:
-            return
-        reduction = prepare_sum(call, gradients, variables, parameters)
-        if not reduction.fits(gradients):
-            return
-        # Steps keep their variables alive: a program that builds model after model would run out of
-        # memory.
-        if len(self) >= _MAX_STEPS:
-            self.clear()
-        key = (id(call.channel), *map(id, variables))
-        memory, fast = storage_of(counter), call.fast(reduction, lends=True)
-        what = variables, counter, memory, reduction, fast, parameters
-        self[key] = PreparedStep(call.channel, strategy, *what)
