@@ -84,6 +84,14 @@ class TestElasticJobs(Closed):
     def make_strategy(self):
         return ms.MPIStrategy(elastic=True, num_replicas=NUM_RANKS + 1)
 
+    def test_each_task_is_a_destination(self):
+        # The job here renumbers the ranks. After that, a task whose GPU differs has a different name.
+        if (
+            len({name.partition("/device:")[2] for name in self.strategy.extended.worker_devices})
+            == 1
+        ):
+            super().test_each_task_is_a_destination()
+
 
 class Repeated(StrategyTests):
     """Each test three times with one strategy, which may keep what the first time has found out."""
