@@ -126,9 +126,9 @@ class Checkpoint(Trackable):
         0, once the ranks have compared digests of them. SyncOnRead variables are saved aggregated
         over replicas. Generators, plain variables and other state must be equal on all ranks; wrap
         state that differs in `PerReplicaState`. Modules and optimizers of PyTorch are saved from
-        rank 0, because they are replicas of one another, and their tensors are not compared. Of
-        sharded tensors (DTensor) each rank writes its own shards, so all ranks must see the folder.
-        The file appears under its name once it is complete and on disk.
+        rank 0, because they are replicas of one another; `drift` decides what happens if their
+        tensors differ. Of sharded tensors (DTensor) each rank writes its own shards, so all ranks
+        must see the folder. The file appears under its name once it is complete and on disk.
 
         Outside of any strategy, and of a process group of `mpistrat.torch`, it is **Local**. In a
         job of several ranks, rank 0 then writes, and the other ranks return at once, before the
