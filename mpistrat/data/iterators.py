@@ -15,7 +15,7 @@ class Position:
     """The number of the pass, from 0 on, and how many of its elements were returned."""
 
     # Each iteration begins the next pass, even if a loop has left the previous one early. Only the
-    # very first iteration, and the first one after a restore, resume the pass of the position.
+    # first iteration of all, and the first after a restore, resume the pass of the position.
 
     def __init__(self) -> None:
         self._pass = 0
