@@ -176,8 +176,8 @@ class Dataset(metaclass=HintedType):
         Parameters
         ----------
         nest : nest of array-like
-            Arrays of the same length, in host or device memory. All ranks must pass the same
-            arrays: `Strategy.distribute_dataset` compares digests of them.
+            Arrays of the same length. All ranks must pass the same arrays:
+            `Strategy.distribute_dataset` compares digests of them.
 
         Returns
         -------
@@ -199,9 +199,9 @@ class Dataset(metaclass=HintedType):
     def from_source(cls, source: Any, thread_safe: bool = True) -> Dataset:
         """Return the examples of any object with a length and access by number. Local.
 
-        Examples are a zarr or dask array, a table of a database, or a folder of files. Each rank
-        reads the examples of its slices ahead of their use, in threads. The sources of all ranks
-        must have the same examples.
+        Such an object may be a zarr or dask array, a table of a database, or a folder of files.
+        Each rank reads the examples of its slices ahead of their use, in threads. The sources of
+        all ranks must have the same examples.
 
         Parameters
         ----------
@@ -397,7 +397,7 @@ class Dataset(metaclass=HintedType):
 
         Batches can be batched again, for example for several steps at a time. The batches of the
         last call are the global batches, which the ranks divide. All inner batches must have the
-        same length, so every call but the last needs ``drop_remainder=True``.
+        same length, so pass ``drop_remainder=True`` in every call but the last.
 
         Parameters
         ----------
@@ -445,7 +445,7 @@ class Dataset(metaclass=HintedType):
         ----------
         fn : callable
             Takes an element, or one argument per item if the element is a tuple. Returns the new
-            element, a nest of arrays or numbers.
+            element, a nest of arrays, numbers or strings.
         seed : int
             Seed of `example_rng` and `example_rngs` in `fn`, at least 0.
         num_parallel_calls : int, optional
@@ -1023,9 +1023,9 @@ class Dataset(metaclass=HintedType):
         padding, even if `shuffle`, `take`, `select` or similar calls are in between. A `map` of the
         batches then gets batches of one example, and must keep their length.
 
-        If the dataset is not batched, the rows of each element become elements. All leaves of an
-        element must be arrays of the same length, which may differ between elements. Examples are
-        the frames of recordings in several datasets of a file (``"run_*/frame"``). A later
+        If the dataset is not batched, the rows of each element become elements, for example the
+        frames of recordings in several datasets of a file (``"run_*/frame"``). All leaves of an
+        element must be arrays of the same length, which may differ between elements. A later
         `shuffle` mixes the rows of as many elements as fit into its window, and reads each element
         about once. If neither the spec nor the file has the lengths, as after `map`, the ranks
         count the rows together when the dataset is distributed: each element is created a second
@@ -1161,7 +1161,7 @@ class Dataset(metaclass=HintedType):
     def ignore_errors(self, log_warning: bool = True) -> Self:
         """Return the elements without those that raise an error when read or mapped. Local.
 
-        Examples are damaged images, which a function passed to `map` cannot decode, and rows of a
+        These may be damaged images, which a function passed to `map` cannot decode, or rows of a
         damaged chunk of a file. As with `filter`, the ranks find these elements together, once,
         when the dataset is first distributed. So batches are full, and positions and lengths are
         exact and the same on any number of ranks. The search takes one pass over the data. A

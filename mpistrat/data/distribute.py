@@ -54,8 +54,8 @@ def distribute(
             )
         pipeline = _checked_pipeline(dataset, kind)
         of_ranks = call.exchange(describe_files(pipeline))
-    # In this order: the lengths of files, the caches and the filters decide the lengths and specs
-    # that are compared after them.
+    # The order matters: the lengths of files, the caches and the filters decide the lengths and
+    # specs that are compared after them.
     pipeline = agree_on_files(pipeline, of_ranks, collectives, kind)
     policy = policy_of(dataset)
     _prepare(pipeline, policy, collectives, kind)

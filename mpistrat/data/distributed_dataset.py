@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from mpistrat.collectives.collectives import Collectives
 
 _NEXT_BATCH = "next batch"
-"""How errors name the collectives of an iteration."""
+"""Name of the collectives of an iteration in error messages."""
 
 
 class DistributedDataset:
@@ -128,7 +128,7 @@ class DistributedDataset:
         except CollectiveError:
             raise
         except Exception as error:
-            with contextlib.suppress(Exception):  # which says less than the error
+            with contextlib.suppress(Exception):  # this rank raises `error`, which says more
                 self._meet(error)
             raise
         # A rank without rows of a batch has not seen the errors that other ranks report in it.
@@ -153,7 +153,7 @@ class DistributedDataset:
         of_ranks = self._collectives.gather_json(seen_here, _NEXT_BATCH)
         for number, generator in enumerate(self._generators):
             seen = [of_rank[number] for of_rank in of_ranks]
-            # A rank that stopped earlier proves nothing.
+            # If one rank has stopped earlier, the digests cannot be compared.
             if len({count for count, _ in seen}) == 1 and len({digest for _, digest in seen}) > 1:
                 groups = ranks_by_value((rank, digest) for rank, (_, digest) in enumerate(seen))
                 warn_once(
@@ -174,7 +174,7 @@ class DistributedDataset:
     def _joined_elements(self, pass_number: int, start: int) -> Generator[Any, None, None]:
         """Yield elements whose parts are created by the replicas of this rank, one part each."""
         replicas, number = self._replica_set, start
-        while True:  # an elastic job may have given this rank more replicas
+        while True:  # in an elastic job this rank may have got more replicas
             ids = replicas.ids
             # All start at the next batch, so a replica that has moved to this rank continues there.
             parts = [self._part(each).elements(pass_number, number) for each in ids]
@@ -187,7 +187,7 @@ class DistributedDataset:
                         return
                     number += 1
                     yield self._joined(elements, pass_number, number - 1)
-                    # Or this frame would keep the batch in memory while the next one is created.
+                    # Otherwise this frame would keep the batch while the next one is created.
                     del elements
 
     def _part(self, replica: int) -> ReplicaPart:
@@ -282,7 +282,7 @@ class ReplicaPart:
             stack.enter_context(contextlib.closing(elements))
             while True:
                 try:
-                    # No name for the element, which would keep it in memory until the next.
+                    # A name for the element would keep it in memory until the next one is there.
                     yield noted(nests.map_nest(per_replica_of, next(elements)))
                 except StopIteration:
                     return
@@ -438,7 +438,7 @@ class _Transfer(Protocol):
     """Copies elements to a device in two steps; several copies may be under way."""
 
     def begin(self, element: Any) -> Any:
-        """Begin to copy an element, in any thread."""
+        """Start the copy of an element, in any thread."""
 
     def end(self, leaf: Any) -> Any:
         """Return the copy of a leaf that `begin` has returned."""

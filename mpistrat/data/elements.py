@@ -241,7 +241,7 @@ class ElementMaker:
             start = stop
 
     def _stacked_ahead(self, groups: Iterable[Group]) -> Generator[Entry, None, None]:
-        """Yield batches of examples, while threads map those of later batches."""
+        """Yield batches of examples, while threads map examples of later batches."""
         # `entries` runs ahead of the loop below, so the lengths of batches wait here, in order.
         lengths: deque[int] = deque()
 

@@ -87,7 +87,7 @@ class View:
         is_repeated = any(each.num_repetitions != 1 for each in child.transformations)
         if permutes_rows(child):
             self.is_steady = child.source.is_steady
-        else:  # such as elements of batches that were taken apart
+        else:  # for example, elements of batches that `unbatch` has taken apart
             self.is_steady = child.is_steady and not (is_shuffled or is_repeated)
         self.is_in_order = child.source.is_in_order and not is_shuffled
 
@@ -98,7 +98,7 @@ class View:
 
     @property
     def is_read(self) -> bool:
-        """Whether the files of all datasets have been looked at."""
+        """Whether all datasets know their length and spec."""
         return all(child.source.is_read for child in self.children)
 
     @property
@@ -242,7 +242,7 @@ class Child:
         return self._order.at(positions, key, self._known)
 
     def expect(self, part: Part, key: PassKey) -> None:
-        """Announce that the items of `part` are going to be read in the pass `key`."""
+        """Announce that the items of `part` will be read in the pass `key`."""
         if not self.lookahead_rows:
             return
         self._enter(key)

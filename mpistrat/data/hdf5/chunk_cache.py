@@ -121,7 +121,7 @@ def plan_fields(catalog: Catalog, window_rows: int) -> list[ChunkPlan]:
 
 
 def _cached_fields(catalog: Catalog) -> set[int]:
-    """Return the smallest fields, as many as may stay in memory."""
+    """Return the smallest fields, as many as fit into `_ROW_CACHE_BYTES`."""
     num_rows, sizes = int(catalog.offsets[-1]), catalog.row_sizes
     # Among equal sizes, the widest field is last, because its chunks decide what is read ahead.
     ascending = sorted(range(len(sizes)), key=lambda field: (sizes[field], field == catalog.widest))
@@ -286,7 +286,7 @@ class ChunkCache:
 
     def _hold(self, chunks: np.ndarray) -> None:
         """Have all of `chunks` decoded; each occurs once."""
-        # They are marked as wanted, so that none of them is dropped to make room for another one.
+        # They are marked as wanted, so that none of them is dropped to free a slot for another.
         self._wanted[chunks] += 1
         try:
             # All get their slots before decoding begins, so that one task can decode several.

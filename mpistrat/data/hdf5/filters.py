@@ -87,7 +87,7 @@ def plugin_decoder(filter_id: int, values: Sequence[int]) -> Callable[[Any, int]
                 ctypes.byref(size),
                 ctypes.byref(memory),
             )
-            if not 0 < length <= sys.maxsize:  # zstd returns its error codes, as negative sizes
+            if not 0 < length <= sys.maxsize:  # zstd returns error codes as negative sizes
                 raise ValueError(f"the filter {filter_id} cannot decode a chunk")
             return ctypes.string_at(memory, length)
         finally:

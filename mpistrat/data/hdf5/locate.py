@@ -192,7 +192,7 @@ def get_object(file: Any, path: str) -> Any:
     """Return the object at a path of a file, ``None`` if it is missing or cannot be opened."""
     try:
         return file.get(path)
-    except (OSError, RuntimeError, ValueError):  # damage, and links in a circle
+    except (OSError, RuntimeError, ValueError):  # damaged files, and circular links
         return None
 
 

@@ -39,7 +39,7 @@ from mpistrat.data.spec import known_shape
 from mpistrat.errors import DataError
 from mpistrat.system.background import clean_up
 
-_READ_ERRORS = (OSError, KeyError, TypeError, ValueError, RuntimeError)  # those of h5py
+_READ_ERRORS = (OSError, KeyError, TypeError, ValueError, RuntimeError)  # from h5py
 
 _TINY_CHUNK_BYTES = 2**14
 """Chunks up to this size are decoded when they are announced: starting a task takes longer."""
@@ -70,7 +70,7 @@ class Hdf5Reader:
     ) -> None:
         self._catalog = catalog
         self.fills_given_memory = empty is not None
-        empty = empty or Pool().take  # the first touch of new memory takes as long as the read
+        empty = empty or Pool().take  # the first access to new memory takes as long as the read
         self.empty = empty
         self._offsets = catalog.offsets
         self._starts: list[int] = self._offsets.tolist()

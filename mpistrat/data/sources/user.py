@@ -42,7 +42,7 @@ _READERS = {
     "dask": "ms.data.Dataset.from_source(array)",
     "xarray": "ms.data.Dataset.from_source(array)",
 }
-"""What to write in place of from_arrays, by the package of the array."""
+"""The call to use in place of from_arrays, by the package of the array."""
 
 
 def refuse_lazy_arrays(nest: Any) -> None:
@@ -221,7 +221,7 @@ class UserReader:
         ahead = max(_AHEAD_BYTES // source.bytes_per_example, 1)
         self.lookahead_rows = min(ahead, 4 * num_threads * _PIECE_ROWS)
         if self._layout is not None:
-            # Two windows: one in use, and the next.
+            # There is memory for two windows: the one in use and the next one.
             window_chunks = -(-2 * window_rows // self._layout.rows_per_chunk)
             self._capacity = max(window_chunks, 2 * num_threads, 2)
             self.lookahead_rows = max(window_rows, num_threads * self._layout.rows_per_chunk)
@@ -311,7 +311,7 @@ class UserReader:
         return found
 
     def _unwanted(self) -> int | None:
-        """Return a chunk in memory that no announced example needs."""
+        """Return a chunk in memory that no announced example needs, or ``None``."""
         return next((each for each in self._chunks if not self._wanted[each]), None)
 
     def _submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:

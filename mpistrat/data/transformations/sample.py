@@ -57,7 +57,7 @@ def _uniform(seed: int, key: tuple[int, ...], count: int) -> np.ndarray:
 
 
 def _choose(weights: np.ndarray, uniform: np.ndarray) -> np.ndarray:
-    """Return indices of `weights`, each as often as its weight says."""
+    """Return indices of `weights`, drawn with probabilities proportional to the weights."""
     sums = np.cumsum(weights)
     last = int(np.flatnonzero(weights)[-1])  # rounding may lead past the end
     found = np.searchsorted(sums, uniform * sums[-1], "right")
@@ -217,7 +217,7 @@ class Mixed(View):
     @cached_property
     def _lengths(self) -> np.ndarray:
         lengths = [child.known_length for child in self.children]
-        # More than any position, so the comparisons below need no case for endless datasets.
+        # Greater than any position, so endless datasets need no special case in comparisons below.
         return np.array([2**62 if length == ENDLESS else length for length in lengths])
 
     @cached_property
