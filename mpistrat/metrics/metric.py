@@ -260,7 +260,7 @@ def from_sums(
     result_fn : callable
         Called with such a nest of NumPy scalars and arrays. Returns the result.
     name : str, optional
-        Name of the metric. Default: a name from its class.
+        Name of the metric. Default: ``"from_sums"``.
 
     Returns
     -------

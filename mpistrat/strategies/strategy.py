@@ -706,7 +706,7 @@ class Strategy(Hinted):
     # Names that control graphs and sessions in TensorFlow 1.
 
     def group(self, value: object, name: str | None = None) -> None:
-        """Do nothing: `value` is already computed. Local.
+        """Do nothing: `value` is already computed. A no-op by nature. Local.
 
         Parameters
         ----------
@@ -722,7 +722,7 @@ class Strategy(Hinted):
         task_type: str | None = None,
         task_id: int | None = None,
     ) -> None:
-        """Do nothing: there are no sessions and no servers. Local.
+        """Do nothing: there are no sessions and no servers. A no-op by nature. Local.
 
         Parameters
         ----------
@@ -732,7 +732,18 @@ class Strategy(Hinted):
         return
 
     def update_config_proto(self, config_proto: Any) -> Any:
-        """Return an unchanged copy of `config_proto`: there are no sessions. Local."""
+        """Return a copy of `config_proto`: there are no sessions. A no-op by nature. Local.
+
+        Parameters
+        ----------
+        config_proto : object
+            A configuration for TensorFlow.
+
+        Returns
+        -------
+        object
+            An unchanged deep copy.
+        """
         return copy.deepcopy(config_proto)
 
     def __dir__(self) -> list[str]:
@@ -800,7 +811,7 @@ class Strategy(Hinted):
         return array[tuple(slice(int(i) * step, (int(i) + 1) * step) for i, step in places)]
 
     def experimental_assign_to_logical_device(self, tensor: T, logical_device_id: int) -> T:
-        """Return `tensor` unchanged: each rank computes with its own values. Local.
+        """Return `tensor` unchanged: each rank has its own code. A no-op by nature. Local.
 
         Parameters
         ----------
@@ -824,7 +835,7 @@ class Strategy(Hinted):
         return tensor
 
     def experimental_replicate_to_logical_devices(self, tensor: T) -> T:
-        """Return `tensor` unchanged: each rank has its own values. Local.
+        """Return `tensor` unchanged: each rank has its own values. A no-op by nature. Local.
 
         Returns
         -------
