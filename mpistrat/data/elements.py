@@ -26,7 +26,7 @@ _READ_AHEAD = 256
 """Number of examples read at a time if they are yielded one by one."""
 
 _FIRST_ROWS = 2**10
-"""Rows announced to a reader before the first element, so that it does not wait for all others."""
+"""Rows announced to a reader before the first element, so that it need not wait for all."""
 
 _ROWS_AT_A_TIME = 2**12
 _SHARE_AT_A_TIME = 8

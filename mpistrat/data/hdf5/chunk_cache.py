@@ -35,8 +35,8 @@ _ROW_CACHE_BYTES = 2**23
 these are all fields."""
 
 _SMALL_SHARE = 0.02
-"""A cached field with at most this part of an example's bytes is read in large blocks, because
-every rank needs most of each block."""
+"""A cached field with at most this part of an example's bytes is read in large blocks if it has
+no chunks, because every rank needs most of each block."""
 
 _SMALL_FIELD_BLOCK_BYTES = 2**20
 

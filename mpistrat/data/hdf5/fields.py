@@ -23,8 +23,8 @@ def natural_key(name: str) -> str:
 
 
 def _number_key(match: re.Match[str]) -> str:
-    # The key begins with "0", so that it compares with other characters as digits do. Its length,
-    # the number itself and, to order equal numbers, the number of leading zeros follow.
+    # The key begins with "0", so that it compares with other characters as digits do. Then follow
+    # the length of the number, the number itself and, to order equal ones, its leading zeros.
     digits = match[0]
     number = digits.lstrip("0")
     zeros = len(digits) - len(number)
@@ -80,7 +80,7 @@ def _search(group: Any, parts: Sequence[str], before: tuple[str, ...]) -> Iterat
 
 
 class DanglingLink(Exception):
-    """A name matches a pattern, but is a link to a missing object."""
+    """Raised if a name matches a pattern, but is a link to a missing object."""
 
 
 def object_at(group: Any, path: str) -> Any:

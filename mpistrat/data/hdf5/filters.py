@@ -115,7 +115,7 @@ def find_codec(filter_id: int) -> Codec | None:
 
 
 def _check_lz4_blocks(encoded: Any) -> None:
-    """Check that all blocks of an LZ4 chunk are there, because the plugin reads past the end."""
+    """Check that no block of an LZ4 chunk is missing: the plugin would read past the end."""
     # The chunk begins with its size (8 bytes) and the size of a block (4). Then each block begins
     # with its own size.
     try:

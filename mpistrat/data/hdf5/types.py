@@ -21,7 +21,7 @@ _OPAQUE = "opaque or unknown to NumPy"
 
 
 class UnreadableType(Exception):
-    """A type cannot be represented as an array; the message names it."""
+    """Raised if a type cannot be represented as an array; the message names the type."""
 
 
 class Form(enum.Enum):

@@ -330,7 +330,7 @@ class Unbatch(Reordering):
         self, upstream: Order, key: PassKey, batch_size: int | None, start: int
     ) -> Iterator[Block]:
         """Return the items of the pass `key`, without the first `start`."""
-        # If batches may be shorter, all batches must be read to find the one with item `start`.
+        # If batches may be shorter, all must be counted through to find the one with item `start`.
         first = start // self.batch_size if self.are_whole else 0
         batches = upstream.blocks(key, None, first)
         items = (np.asarray(item) for block in batches for item in block)
