@@ -114,7 +114,7 @@ def _state_before(stateful: Any) -> Any:
 
 
 def check_shapes(path: str, tree: Tree, stored: dict[str, Shape], state: Mapping[str, Any]) -> None:
-    """Compare the arrays of `tree` with those that the file `path` has. Local.
+    """Compare the arrays of `tree` with the arrays in the file `path`. Local.
 
     Variables must have the shape and dtype of the file. An array of a ``state_dict()`` must have
     the dtype and the number of dimensions of the file, and the same lengths except the first: a

@@ -71,7 +71,7 @@ class Header:
         return datetime.fromtimestamp(created_s, timezone.utc).isoformat()
 
     def digest(self, like: str = "") -> str:
-        """Return the value of the attribute ``digest``: of the others, as JSON with sorted keys."""
+        """Return the attribute ``digest``, taken over the others as JSON with sorted keys."""
         return digest_of_text(json.dumps(self.attributes(), sort_keys=True).encode(), like)
 
     @property

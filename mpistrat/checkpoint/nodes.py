@@ -46,7 +46,7 @@ class Groups:
 
 
 def write_values(dataset: Any, values: np.ndarray) -> None:
-    """Write all values of a small dataset, given as an array in C order or as one text."""
+    """Write all values of a small dataset, passed as an array in C order or as one string."""
     every = h5py().h5s.ALL
     if values.dtype.kind == "S":
         dataset.write(every, every, values, dataset.get_type())

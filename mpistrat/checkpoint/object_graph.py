@@ -110,9 +110,9 @@ PlacedSlot = tuple[str, Dependent]
 def slot_paths(
     dependents: Iterable[PlacedSlot], variables: Mapping[str, Any]
 ) -> tuple[dict[str, PlacedSlot], dict[str, PlacedSlot]]:
-    """Return `dependents` by path, and by path those whose variable is in no checkpoint. Local.
+    """Return `dependents` by path, and the subset whose variable is in no checkpoint. Local.
 
-    The latter have the variable's name in place of its path.
+    A path of the subset contains the variable's name in place of its path.
     """
     paths = {id(variable): path for path, variable in reversed(list(variables.items()))}
     found: dict[str, PlacedSlot] = {}

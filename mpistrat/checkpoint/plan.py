@@ -65,7 +65,7 @@ from mpistrat.variables.variable import placement_of, storage_of
 _logger = logging.getLogger("mpistrat")
 
 _WHEN_DRIFTED = ("warn", "raise", "ignore")
-"""The choices of what a save does about replicas that differ."""
+"""How a save can handle replicas that differ."""
 
 
 class SavePlan:

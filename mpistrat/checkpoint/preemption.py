@@ -50,7 +50,7 @@ class PreemptionCheckpointHandler:
     Raises
     ------
     TypeError, ValueError
-        If an argument has the wrong type or is out of range, or outside of the main thread.
+        If an argument has the wrong type or is out of range, or if this is not the main thread.
 
     Attributes
     ----------

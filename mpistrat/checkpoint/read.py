@@ -51,7 +51,7 @@ from mpistrat.variables.kinds import load_components
 from mpistrat.variables.variable import placement_of, storage_of
 
 _SMALL_BYTES, _MOST_JOINED = 1 << 15, 64
-"""Variables of at most so many bytes are broadcast together, and at most so many of them."""
+"""Largest variables that are broadcast together, in bytes, and the most of them at a time."""
 _ALIGNMENT = 64
 """Each of them begins at a multiple of this many bytes."""
 

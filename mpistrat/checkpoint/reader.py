@@ -128,7 +128,7 @@ class CheckpointReader:
     def _check_state(self, name: str, node: Any) -> None:
         """Check that the file has exactly the arrays that a state names."""
         arrays = read_names(node, "arrays")
-        if arrays is None:  # a file that another program has made
+        if arrays is None:  # a file from a different program
             return
         expected = {f"{name}/{each}" for each in arrays}
         found = {each for each in self.variables if each.startswith(f"{name}/")}

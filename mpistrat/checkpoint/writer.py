@@ -420,7 +420,7 @@ def create_checkpoint(
             if writers is None:
                 file = stack.enter_context(hdf5.create_atomically(path))
             else:
-                # Checked early, before all data are written. `commit` checks again while it holds
+                # Checked early, before all data is written. `commit` checks again while it holds
                 # the claim, since a different writer may finish first.
                 writers.check(Path(os.path.realpath(path)))
                 commit = partial(writers.commit, created=header.created)
@@ -515,7 +515,7 @@ class RootFile(FirstError):
             self.use(CheckpointWriter.end, item, digester)
 
     def abandon(self, error: BaseException) -> None:
-        """Remove the data that have been written, because `error` was raised."""
+        """Remove the data that has been written, because `error` was raised."""
         super().abandon(error)
         if self._writer is not None:
             self._writer = None
