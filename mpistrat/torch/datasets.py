@@ -255,7 +255,7 @@ def _pinned_array(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 def _pinned(array: np.ndarray) -> Any:
-    """Return a tensor in page-locked memory: in that of `array`, or a copy."""
+    """Return a tensor in page-locked memory: that of `array`, or a copy."""
     # PyTorch waits for copies before it reuses the memory only for tensors that it allocated.
     owner: Any = array.base
     if isinstance(owner, torch.Tensor) and owner.is_pinned():

@@ -273,7 +273,7 @@ class HDF5Writer(StorageWriter):
             writer.add(state_item(owner, rest, arrays))
 
     def _abandon(self, reason: BaseException | str) -> None:
-        """Remove the data that have been written, because of `reason`; a complete file stays."""
+        """Remove the data that has been written, because of `reason`; a complete file stays."""
         file, self._file = self._file, None
         if file is not None:
             self._finalizer.detach()

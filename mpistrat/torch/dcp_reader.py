@@ -58,7 +58,7 @@ class HDF5Reader(StorageReader):
     """Storage of `torch.distributed.checkpoint.load`: an HDF5 file.
 
     It reads files that `HDF5Writer` and `mpistrat.Checkpoint` have written, on any number of ranks.
-    Each rank reads its own shards, one hyperslab per shard. All digests of these data are checked
+    Each rank reads its own shards, one hyperslab per shard. All digests of this data are checked
     before any tensor changes; the ranks share this work. As with torch's own storages, tensors of a
     different dtype are converted.
 

@@ -1,7 +1,7 @@
 """Operations of a process group, under torch's names.
 
 Each public method returns a `GroupWork`. Ranks compare operation, operator, root, dtypes and shapes
-before any data are sent.
+before any data is sent.
 """
 
 from __future__ import annotations
