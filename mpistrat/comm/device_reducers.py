@@ -211,7 +211,7 @@ def _first_failure(failures: Sequence[str | None]) -> str:
 
 
 def _within(limit_s: float, function: Callable[[], Any]) -> Any:
-    """Return the result of `_attempt`, or a text if it takes longer than the limit."""
+    """Return the result of `_attempt`, or an error message if it takes longer than the limit."""
     # NCCL waits forever if a different rank fails inside. The thread is then left behind.
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(_attempt(function)), daemon=True)
@@ -221,7 +221,7 @@ def _within(limit_s: float, function: Callable[[], Any]) -> Any:
 
 
 def _attempt(function: Callable[[], Any]) -> Any:
-    """Return the value of `function`, or the text of its exception."""
+    """Return the value of `function`, or the message of its exception."""
     try:
         return function()
     except Exception as error:  # the other ranks wait for an answer, whatever happens

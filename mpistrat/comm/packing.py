@@ -157,7 +157,7 @@ class ReusedDevicePacking:
         self._packs = []
         xp = namespace_of(arrays[0])
         with device.current():
-            # Kept in order to notice that the program has changed its stream: see `is_of_stream`.
+            # Kept to notice that the program has changed its stream: see `is_of_stream`.
             self._stream = Stream.current().pointer
             for each in plan.packs:
                 join = None

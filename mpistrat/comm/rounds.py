@@ -230,7 +230,7 @@ class SharedRound:
         # `way` has the parameters of `round_meet`, in its order.
         self.meet = functools.partial(library.round_meet, *self.way.values())
         self.room = min(node.ROUND_BYTES, _ROOM_OF_ALL // node.size)
-        """How many bytes may travel with a round."""
+        """How many bytes can be sent with a round."""
         self._size = node.size
         self._node = weakref.ref(node)  # the end of the transport frees its memory
         self.attach = functools.partial(library.round_contribute, pointer, 0)

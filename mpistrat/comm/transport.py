@@ -165,7 +165,7 @@ class RowReducer(Protocol):
 
 
 class Transport(Protocol):
-    """A group of ranks between which data are moved."""
+    """A group of ranks between which data is moved."""
 
     # Every method except `round`, `send`, `receive` and `abort` is collective: unless noted
     # otherwise, all ranks call it with buffers of the same dtype and length. The methods check
