@@ -108,7 +108,7 @@ class Channel:
         self.on_free: Callable[[], None] | None = None
         """Removes everything that watches the channel, before its transport is closed."""
         self.checks = True
-        """Whether the ranks compare their calls before data are moved."""
+        """Whether the ranks compare their calls before data is moved."""
         self.on_collective: Callable[[int], None] | None = None
         """Called with the number of each collective, from 1, before this rank reaches it."""
         self.on_received: Callable[[Any], None] | None = None
@@ -534,7 +534,7 @@ class Channel:
             return  # the drop may be a consequence of the closing
         what = f"The handle that start_all_reduce at {site} returned was dropped without wait()"
         remedy = "Keep it, and call wait() on every rank."
-        # Logged too, because there may be no further collective to raise it.
+        # Logged too, in case no later collective raises it.
         _logger.error("%s. %s", what, remedy)
         # Reported by the next collective: a destructor may run where nothing can be sent.
         self.departures.unreported = Departure("left", what)

@@ -147,7 +147,7 @@ class Departures:
 
 
 _CAUSES = {"ended": False, "gave up": False, "left": True, "failed": True}
-"""By what a rank did: whether it reports the cause itself. A rank that died cannot; if it gave up,
+"""Whether a rank that has left reports the cause itself. A rank that died cannot; if it gave up,
 this rank is the cause."""
 
 
