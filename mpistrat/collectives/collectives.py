@@ -1,4 +1,4 @@
-"""Collectives, agreed before data are moved: all higher layers communicate through them.
+"""Collectives, agreed before data is moved: all higher layers communicate through them.
 
 The terms are MPI's (rank, size, root). A world of one rank also has a transport, so no higher layer
 has to check the size.

@@ -204,7 +204,7 @@ class Reduction:
 
     @property
     def travels_with_agreement(self) -> bool:
-        """Whether no data are moved after the ranks agree."""
+        """Whether no data is moved after the ranks agree."""
         return self._piggyback is not None
 
     @property
@@ -366,7 +366,7 @@ class Reduction:
         if exchange.is_direct:
             name, why = "MpiReducer", self._reducers[0][1]
         else:
-            call.is_moving = False  # the data have arrived with the agreement
+            call.is_moving = False  # the data has arrived with the agreement
         self._note(call, source.nbytes, source.dtype, name, why)
 
     def _begin_with_agreement(

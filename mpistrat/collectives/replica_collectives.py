@@ -91,7 +91,7 @@ class GroupCollectives(ABC):
             be differentiated once. The backward pass is collective too: every replica runs it,
             through the same calls in the same order.
         options : CommunicationOptions, optional
-            Options of this call. Default: those of the strategy.
+            Options of this call. Default: the strategy's options.
         out : nest of arrays, optional
             Arrays for the results, of their shapes and dtypes, or `value` itself, which is fastest
             for large arrays. Ranks may pass different ones. Not for tensors and IndexedSlices.
@@ -198,7 +198,7 @@ class GroupCollectives(ABC):
             Axis along which the values are concatenated, the same on every replica; may be
             negative.
         options : CommunicationOptions, optional
-            Options of this call. Default: those of the strategy.
+            Options of this call. Default: the strategy's options.
 
         Returns
         -------
@@ -241,8 +241,8 @@ class GroupCollectives(ABC):
             Axis along which the result is divided. The first ``length % N`` replicas get one
             element more. Parts may be empty.
         options : CommunicationOptions, optional
-            Options of this call. Default: those of the strategy. With `deterministic`, the bits are
-            the same as those of `all_reduce`.
+            Options of this call. Default: the strategy's options. With `deterministic`, the result
+            has the same bits as `all_reduce`.
 
         Returns
         -------
@@ -281,7 +281,7 @@ class GroupCollectives(ABC):
         concat_axis : int
             Axis along which the received parts are joined.
         options : CommunicationOptions, optional
-            Options of this call. Default: those of the strategy.
+            Options of this call. Default: the strategy's options.
 
         Returns
         -------
@@ -317,7 +317,7 @@ class GroupCollectives(ABC):
         root : int
             The replica whose value is sent, the same everywhere.
         options : CommunicationOptions, optional
-            Options of this call. Default: those of the strategy.
+            Options of this call. Default: the strategy's options.
 
         Returns
         -------
@@ -348,7 +348,7 @@ class GroupCollectives(ABC):
         root : int
             The replica whose value is divided, the same everywhere.
         options : CommunicationOptions, optional
-            Options of this call. Default: those of the strategy.
+            Options of this call. Default: the strategy's options.
 
         Returns
         -------
@@ -386,7 +386,7 @@ class GroupCollectives(ABC):
         fill : number
             Value of the elements if there is no such replica, in the shape of this replica's value.
         options : CommunicationOptions, optional
-            Options of this call. Default: those of the strategy.
+            Options of this call. Default: the strategy's options.
 
         Returns
         -------
@@ -424,7 +424,7 @@ class GroupCollectives(ABC):
             of the reduction: 0 for SUM, 1 for PROD, the largest or smallest number of the dtype for
             MIN and MAX.
         options : CommunicationOptions, optional
-            Options of this call. Default: those of the strategy.
+            Options of this call. Default: the strategy's options.
 
         Returns
         -------
