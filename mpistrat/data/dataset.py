@@ -774,7 +774,8 @@ class Dataset(metaclass=HintedType):
         `distribute_datasets_from_function`, and if a program iterates over the dataset itself,
         each rank evaluates all of its dataset. `fn` gets the results of an earlier `map`, which
         must not be random. Afterwards the number of elements is known, and a `shuffle` still reads
-        files by chunks.
+        files by chunks. After `from_generator`, `fn` is evaluated in each epoch, and the number of
+        elements stays unknown.
 
         Parameters
         ----------
