@@ -143,7 +143,7 @@ class Checkpoint(Trackable):
         Parameters
         ----------
         path : path
-            The file, with its folder. The same on all ranks.
+            The file to write, the same on all ranks.
         parallel : bool
             Whether all ranks that see the file write to it: each writes some of the large mirrored
             variables, whose values are the same on all ranks. This is for states of many GiB on a

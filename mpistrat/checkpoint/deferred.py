@@ -119,7 +119,7 @@ def check_shapes(path: str, tree: Tree, stored: dict[str, Shape], state: Mapping
     Variables must have the shape and dtype of the file. An array of a ``state_dict()`` must have
     the dtype and the number of dimensions of the file, and the same lengths except the first: a
     history may have grown. An array that the object does not have yet, or that is empty there, may
-    become any array. So may an array of a `PerReplicaState` that `reshard` converts.
+    become any array. The state of a `PerReplicaState` that `reshard` converts is not compared.
     """
     lines = [*_of_variables(tree, stored), *_of_states(tree, stored, state)]
     if lines:
@@ -267,8 +267,8 @@ def make_slots(
 def attach_slots(slots: Mapping[str, DeferredSlot], made: Mapping[str, Variable]) -> None:
     """Attach the slots in `made` to their owners, without filling them."""
     for path, child in {id(child): (path, child) for path, child in made.items()}.values():
-        # The slot gets its values from this file. Otherwise the hook of an earlier restore would
-        # fill it again when it is attached.
+        # Removed, because the slot gets its values from this file: the hook of an earlier restore
+        # would fill it again when it is attached.
         slots[path].owner._on_new_child = None
         slots[path].owner._attach_child(slots[path].name, child, of=slots[path].of)
 

@@ -140,7 +140,7 @@ def is_digest(text: object) -> bool:
 
 
 def is_paged(digest: str) -> bool:
-    """Return whether a digest is one of page digests."""
+    """Return whether a digest was taken over page digests."""
     return digest.startswith(_PAGED)
 
 

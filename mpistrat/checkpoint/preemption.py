@@ -41,7 +41,7 @@ class PreemptionCheckpointHandler:
     manager : CheckpointManager
         Manager that saves the checkpoint.
     signals : sequence of signal.Signals
-        Signals that announce the end of the job.
+        Signals that announce the end of the job. Default: SIGTERM and SIGUSR1.
     walltime_margin_s : float, optional
         Save this many seconds before the end of a Slurm job, as if a signal had arrived. The end is
         ``SLURM_JOB_END_TIME``, which ``jobs/train.sbatch`` sets if Slurm does not. Without Slurm

@@ -215,7 +215,7 @@ class FastReduction:
         if progress == Progress.BROUGHT:
             self.reduction.withdraw_brought()
         self.reduction.withdraw()
-        # Data that are sent with the agreement have arrived with it.
+        # Data that is sent with the agreement has arrived with it.
         has_come = self.reduction.travels_with_agreement and channel.checks
         call = self._call_to_end(progress == Progress.AGREED and not has_come)
         call.__exit__(type(error), error, error.__traceback__)

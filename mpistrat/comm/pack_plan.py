@@ -32,7 +32,7 @@ class Pack:
     small: list[int]
     """Positions of the arrays that are copied one behind the other first."""
     spans: list[tuple[int, int]]
-    """Begin and end of each of them in that copy, in elements."""
+    """Start and end of each of them in that copy, in elements."""
     small_size: int
     large: list[int]
     """Positions of the other arrays."""

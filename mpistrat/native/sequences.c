@@ -337,7 +337,7 @@ static void divide(char *total, int64_t num_bytes, int64_t itemsize, int64_t div
 
 /* ---- reductions ---- */
 
-/* A position in the pieces of a message; and whether data written there bypass the caches. */
+/* A position in the pieces of a message; and whether data written there bypasses the caches. */
 struct place {
     const struct piece *piece;
     int64_t offset;
@@ -424,7 +424,7 @@ static const char *next_of(struct place *from, char *room, int64_t num_bytes)
     return room;
 }
 
-/* The begin of slice `number` of `owners` in a block, at a multiple of GRAIN. The ranks below
+/* The start of slice `number` of `owners` in a block, at a multiple of GRAIN. The ranks below
    `owners` have one slice each; the other ranks have none, and begin at the end. A grain is a cache
    line, so that no two ranks write to the same line. */
 static int64_t slice_start(int64_t num_bytes, int64_t owners, int64_t number)

@@ -185,7 +185,7 @@ def are_apart(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) 
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the begin and the end of a tensor's memory, including gaps between its elements."""
+    """Return the start and the end of a tensor's memory, including gaps between its elements."""
     begin, reach = tensor.data_ptr(), 0
     if tensor.numel():
         pairs = zip(tensor.shape, tensor.stride(), strict=True)

@@ -19,7 +19,7 @@ class Operation(ABC):
     """A collective of arrays with its arguments; one object per call."""
 
     verbs = "moves", "Move"
-    """Verbs for errors: how it handles arrays, and how to handle the parts of other classes."""
+    """Verbs for errors: what it does to arrays, and what users should do with parts of others."""
 
     @property
     def has_gradient(self) -> bool:
