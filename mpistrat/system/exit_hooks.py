@@ -105,10 +105,7 @@ _hooks = _Hooks()
 
 
 def at(phase: Phase, action: Callable[..., object]) -> None:
-    """Register `action` for `phase`. In `FAILED` its argument is the `Failure`, else there is none.
-
-    An action that raises is logged, and the others still run.
-    """
+    """Register `action` for `phase`. Only in `FAILED` it gets an argument, the `Failure`."""
     if not _hooks.is_registered:
         _hooks.is_registered = True
         atexit.register(_at_exit)
