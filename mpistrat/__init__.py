@@ -118,7 +118,7 @@ _LATER = {
     "PreemptionCheckpointHandler": "mpistrat.checkpoint",
     "latest_checkpoint": "mpistrat.checkpoint",
 }
-"""Modules of the other names that are imported when first needed."""
+"""Names that are imported when first needed, and their modules."""
 
 if _typing.TYPE_CHECKING:
     from mpistrat import (
@@ -139,7 +139,7 @@ if _typing.TYPE_CHECKING:
         latest_checkpoint,
     )
     from mpistrat.parameter_server.server_strategy import ParameterServerStrategy
-else:  # type checkers shall report missing names as errors
+else:  # so that type checkers still report missing names as errors
 
     def __getattr__(name: str) -> object:
         if name in _ROOMS:

@@ -234,7 +234,7 @@ def native(array: np.ndarray) -> np.ndarray:
 def host_view(array: Any) -> np.ndarray:
     """Return an array or number as a NumPy array, without a copy if it is one.
 
-    A device array is copied to page-locked memory. The caller shall use the copy and drop it soon.
+    A device array is copied to page-locked memory. The caller should use the copy and drop it soon.
     """
     if is_on_host(array):
         return np.asarray(array)

@@ -145,7 +145,7 @@ class CheckpointCorruptError(CheckpointError):
 
 
 class CheckpointMismatchError(CheckpointError, ValueError):
-    """The shapes or dtypes of a checkpoint differ from those of the program."""
+    """The shapes or dtypes in a checkpoint differ from the shapes or dtypes in the program."""
 
 
 class _UnmatchedPathsError(CheckpointMismatchError, AssertionError):

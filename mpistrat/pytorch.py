@@ -70,7 +70,7 @@ def is_bfloat16(tensor: Any) -> bool:
 def in_modes_of_here(functions: Sequence[Callable[[], Any]]) -> Sequence[Callable[[], Any]]:
     """Return `functions` so that, in any thread, they run in this thread's current PyTorch modes.
 
-    When a function ends, its changes by ``torch.set_grad_enabled`` are undone.
+    When a function ends, its changes by ``torch.set_grad_enabled`` are reversed.
     """
     torch: Any = sys.modules.get("torch")
     if torch is None:

@@ -17,7 +17,7 @@ _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 @dataclass(frozen=True)
 class _Reader:
-    """A function that parses the text of a variable, and a description of allowed texts."""
+    """A function that parses the text of a variable, and a sentence that says what it accepts."""
 
     read: Callable[[str], Any]
     remedy: str

@@ -115,7 +115,7 @@ _by_storage: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary
 class DistributedValues(Generic[T_co]):
     """A value with one component per replica.
 
-    Each rank holds only the components of its own replicas, which is one by default.
+    Each rank holds only the components of the replicas that it runs, which is one by default.
 
     Examples
     --------
@@ -173,7 +173,7 @@ class PerReplica(RefusedOperators, DistributedValues[T_co]):
     __slots__ = ("_batch", "_components", "_turn")
 
     _batch: tuple[int, int]
-    """Epoch and number of a batch from a distributed dataset; not set for other values."""
+    """Epoch and number of a batch from a distributed dataset; otherwise not set."""
     _num_here: ClassVar[ContextVar[int]] = ContextVar("_num_here", default=1)
     """Number of replicas on the rank of the replica that runs here."""
 

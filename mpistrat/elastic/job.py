@@ -236,7 +236,7 @@ class ElasticJob:
             time.sleep(_REST_S)
             if channel is None:
                 continue
-            # Ranks that ask shall see this one waiting and not computing.
+            # So that ranks that ask see that this one is waiting and not computing.
             channel.waiting = (_END, began)
             if waited_s > limit_s:
                 channel.stuck_at = call_site()  # this agreement stays open, like a round

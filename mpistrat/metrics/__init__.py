@@ -24,7 +24,7 @@ __all__ = [
     "from_sums",
 ]
 
-if not TYPE_CHECKING:  # type checkers shall report missing names as errors
+if not TYPE_CHECKING:  # so that type checkers still report missing names as errors
 
     def __getattr__(name: str) -> NoReturn:
         from mpistrat.system.migration import missing_name

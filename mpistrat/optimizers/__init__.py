@@ -22,7 +22,7 @@ __all__ = [
     "schedules",
 ]
 
-if not TYPE_CHECKING:  # type checkers shall report missing names as errors
+if not TYPE_CHECKING:  # so that type checkers still report missing names as errors
 
     def __getattr__(name: str) -> NoReturn:
         from mpistrat.system.migration import missing_name

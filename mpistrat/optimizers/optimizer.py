@@ -244,7 +244,7 @@ class Optimizer(Hinted, Trackable, abc.ABC):
         is_list = type(grads_and_vars) in (zip, list)  # the usual case; `listed` checks the others
         # A list, because a unit of an elastic job may read the pairs a second time.
         pairs = list(grads_and_vars) if is_list else listed(grads_and_vars)
-        # Reads attributes instead of calling `context.is_default` etc.: every step runs this code.
+        # Reads attributes instead of calling `context.is_default`, because every step runs this.
         extended: Any = strategy.extended
         if extended._is_default:
             strategy = owner_among((*variables_in(pairs), self.iterations), strategy)

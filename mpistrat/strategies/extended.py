@@ -568,7 +568,7 @@ class StrategyExtended(ExtendedV1):
         """
         return container_of(value)
 
-    # Variables: which kinds a strategy creates, and where they may be used
+    # Variables: which kinds a strategy creates, and in which contexts they may be used
 
     _is_remote = False
     """Whether other ranks store the variables, which this rank reaches by messages."""

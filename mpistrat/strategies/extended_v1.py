@@ -280,7 +280,7 @@ class ExtendedV1(abc.ABC):
         Raises
         ------
         TypeError, ValueError
-            For any other kind of value or destination.
+            If the value or the destination is of a different kind.
 
         Examples
         --------

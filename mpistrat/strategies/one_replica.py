@@ -236,8 +236,8 @@ class OneDeviceStrategy(Strategy):
         Device of the replica: ``"cpu:0"``, ``"gpu:K"``, or a longer form such as
         ``"/device:CPU:0"``.
     num_replicas : int, optional
-        Number of replicas to run, one after the other. Results then have the same bits as those of
-        an `MPIStrategy` with as many replicas.
+        Number of replicas to run, one after the other. Results then have the same bits as under an
+        `MPIStrategy` with as many replicas.
 
     Raises
     ------

@@ -167,7 +167,7 @@ class InitialValue:
 
     @property
     def is_split(self) -> bool:
-        """Whether each rank of a replica shall hold a part."""
+        """Whether each rank of a replica will hold a part."""
         return self._split_axis is not None
 
     def split_axis(self, name: str) -> int | None:
