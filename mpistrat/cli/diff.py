@@ -27,7 +27,7 @@ from mpistrat.cli.statistics import numbers_of, tell_apart
 from mpistrat.errors import CheckpointError
 
 _SHORT = 200
-"""Texts of up to this many characters are shown in full."""
+"""JSON of up to this many characters is shown in full."""
 _FEW = 3
 """Up to this many items of a long dict or list are all shown. Otherwise only the first and last."""
 

@@ -100,7 +100,7 @@ def _is_terminal(stream: TextIO) -> bool:
 
 
 def _console(stream: TextIO) -> Console:
-    """Return a console that prints texts unchanged, with colours only on terminals."""
+    """Return a console that prints text unchanged, with colours only on terminals."""
     is_seen = _is_terminal(stream)
     return Console(file=stream, force_terminal=is_seen, markup=False, highlight=False, emoji=False)
 

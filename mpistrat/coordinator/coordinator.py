@@ -22,6 +22,13 @@ from mpistrat.variables import Variable
 class RemoteValue(Travels):
     """Result of a closure, which may not have run yet. `ClusterCoordinator.schedule` returns it.
 
+    Parameters
+    ----------
+    dispatcher : Dispatcher
+        The dispatcher of the chief, which runs the closure.
+    closure : Closure
+        The closure whose result this is.
+
     Examples
     --------
     >>> import math
@@ -182,7 +189,7 @@ class ClusterCoordinator:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> RemoteValue:
-        """Have a worker call ``fn(*args, **kwargs)``, and return at once. Local: on the chief.
+        """Schedule ``fn(*args, **kwargs)`` on a worker, and return at once. Local: on the chief.
 
         It blocks only while 262,144 closures are waiting. In a job with a single rank, `fn` runs
         before `schedule` returns.
@@ -229,7 +236,7 @@ class ClusterCoordinator:
         return RemoteValue(dispatcher, dispatcher.schedule(fn, args, kwargs or {}))
 
     def map(self, fn: Callable[..., Any], items: Iterable[Any], errors: str = "raise") -> list[Any]:
-        """Have workers call ``fn(item)`` for each item, and return the results. Local.
+        """Call ``fn(item)`` on workers for each item, and return the results. Local.
 
         Parameters
         ----------

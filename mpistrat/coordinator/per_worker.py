@@ -13,7 +13,7 @@ from mpistrat.values import localize
 
 
 class PerWorkerValues(Travels):
-    """Stands for one value per worker. A closure that gets it sees the value of its own worker.
+    """Stands for one value per worker. A closure that gets it sees its worker's value.
 
     The values are the iterators of a per-worker dataset. The chief itself cannot read elements.
 

@@ -1,8 +1,8 @@
 """Guard process that watches MPI start, because MPI may end the process that starts it.
 
 ``python guard.py`` reads a line of JSON from standard input: the time limit in seconds, the process
-to kill after it, and the texts to print if the process ends or is late. A second line means that
-MPI has started. The file is run by its path, so that it does not import the package.
+to kill after it, and what to print if the process ends or is late. A second line means that MPI has
+started. The file is run by its path, so that it does not import the package.
 """
 
 import json

@@ -34,7 +34,7 @@ _ROOM = 64 * 2**20
 
 @contextlib.contextmanager
 def _guarded(launcher: Launcher, limit_s: float) -> Iterator[None]:
-    """Start a guard process that reports, and kills this one, if the block does not return."""
+    """Start a guard that reports if the block ends this process, and kills it at the limit."""
     # Only the first task of each node has a guard. It is a process, because while MPI starts, no
     # Python thread runs and no signal handler is called.
     if launcher.name == "none" or launcher.local_task:

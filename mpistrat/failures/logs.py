@@ -291,7 +291,7 @@ class LineMerger:
         """Add a line, which is printed when it is due."""
         # A group holds its channel, so the id cannot be reused for a different channel meanwhile.
         same = self._open.setdefault((id(line.channel), line.text), [])
-        # If one rank logs the same line twice, the second one belongs to a group of its own.
+        # If one rank logs the same line twice, the second one belongs to a separate group.
         group = next((each for each in same if line.rank not in each.ranks), None)
         if group is None:
             group = _Group(line, self._clock() + WINDOW_S)

@@ -28,7 +28,7 @@ _PATIENCE_S = 1.0
 _MAX_CALLERS = 64
 """Most connections without a question yet; fewer if the process may open only few files."""
 _FILES_PER_CALLER = 16
-"""Such connections take at most one in so many of the files that the process may open."""
+"""Such connections take at most 1/16 of the files that the process may open."""
 _STRANGER_BYTES = 2**12
 """Most bytes that are read of a question that does not begin with a known key."""
 _PAUSE_S = 0.05
@@ -81,7 +81,7 @@ def read_line(connection: socket.socket) -> bytes:
 
 @dataclass(frozen=True)
 class Question:
-    """A request of a peer: a JSON object, and the connection it came over."""
+    """A request of a peer: a JSON object, and the connection over which it arrived."""
 
     details: dict[str, Any]
     connection: socket.socket

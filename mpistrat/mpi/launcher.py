@@ -112,8 +112,8 @@ class _Marks:
 _HYDRA = ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID")
 _SLURM = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID")
 
-# Check the variables of mpiexec before those of a batch system, because an mpiexec inside a batch
-# job is the launcher. jsrun starts a relative of Open MPI, and also sets Open MPI's variables.
+# Check mpiexec's variables before a batch system's, because an mpiexec inside a batch job is the
+# launcher. jsrun starts a relative of Open MPI, and also sets Open MPI's variables.
 _LAUNCHERS = (
     _Marks(
         "lsf",
@@ -234,7 +234,7 @@ def _task_of_torchrun() -> tuple[int, int] | None:
 
 
 def keeps_survivors() -> bool:
-    """Return whether MPICH's mpiexec, on this node, was told not to end ranks after a crash."""
+    """Return whether MPICH's mpiexec, on this node, has the option to keep ranks after a crash."""
     try:
         # The parent is Hydra's proxy on this node, and its parent is mpiexec if that runs here.
         of_proxy = Path(f"/proc/{os.getppid()}/stat").read_text()

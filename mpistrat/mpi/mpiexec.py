@@ -27,7 +27,7 @@ _MARKS = (
 
 
 def family_of(version: str) -> str:
-    """Return ``"Open MPI"``, ``"Intel MPI"``, ``"MPICH"``, or ``""`` for any other library."""
+    """Return ``"Open MPI"``, ``"Intel MPI"`` or ``"MPICH"``, or ``""`` if it is none of these."""
     return next((family for mark, family in _MARKS if mark in version), "")
 
 

@@ -183,7 +183,7 @@ class ReplicaChannel(Channel):
         return reports
 
     def _exchange_reports(self, reports: list[dict[str, Any]]) -> list[list[Any]]:
-        """Exchange reports among ranks. If a rank runs no replica, its report stands for all."""
+        """Exchange reports. If a rank runs no replica, its report stands for all its replicas."""
         assert isinstance(self.transport, ReplicaTransport)
         of_ranks = self._ranks.exchange_reports(_report_of_rank(self._ranks, reports))
         # `disagreement` needs one report per rank, but its argument has one per replica.
@@ -233,7 +233,7 @@ def _report_of_rank(ranks: Channel, reports: Sequence[dict[str, Any]]) -> dict[s
 
 
 def _joined(lines: Sequence[tuple[str, str, list[int]]]) -> tuple[str, str]:
-    """Return what the replicas of all lines do, as text, and the place of the last line."""
+    """Return a text on all `lines`, each about several replicas, and the last line's place."""
     texts = [
         f"{_replica_list(which)} {what}" + (f" at {site}" if site else "")
         for what, site, which in lines[:-1]

@@ -134,7 +134,7 @@ class ReplicaReducer:
     ) -> None:
         """Reduce the arrays of each replica of this rank to `targets`. **Collective** over ranks.
 
-        The arrays are like those of a `Message`, and not all of them are empty.
+        The arrays have the form of a `Message`, and not all of them are empty.
         """
         divisor = self._num_replicas if op is ReduceOp.MEAN else 1
         local = self._compiled(op, targets[0].dtype)

@@ -105,7 +105,7 @@ _hooks = _Hooks()
 
 
 def at(phase: Phase, action: Callable[..., object]) -> None:
-    """Register `action` for `phase`. Only in `FAILED` it gets an argument, the `Failure`."""
+    """Register `action` for `phase`. It gets the `Failure` in `FAILED`, otherwise no argument."""
     if not _hooks.is_registered:
         _hooks.is_registered = True
         atexit.register(_at_exit)

@@ -48,7 +48,7 @@ class RunsUnits:
         """Make `optimizer` prepare its steps again after a loss. Here do nothing."""
 
     def on_commit(self, do: Callable[[], object]) -> None:
-        """Call `do`, which cannot be undone, when the current unit is over. Here call it now."""
+        """Call `do`, which cannot be reversed, when the current unit is over. Here call it now."""
         do()
 
 

@@ -39,7 +39,7 @@ def inject(
         The rank on which the fault happens. Default: every rank.
     collective : int, optional
         The number of the collective, counted from this call: 1 is the next one. Only ``"delay"``
-        and ``"jitter"`` work without it.
+        may leave it out, and ``"jitter"`` does not take it.
     seed : int, optional
         Seed of the random delays of ``"jitter"``; not negative. Each rank draws its own delays.
         Default: 0.

@@ -146,8 +146,9 @@ def run(
     cwd : path, optional
         Working directory of the program. Default: the current one.
     env : mapping, optional
-        Environment variables to add or replace. The program inherits the others, runs one thread
-        per rank, and its ranks may share cores and GPUs.
+        Environment variables to add or replace. By default the program gets the environment of this
+        process without the launcher's variables, runs one thread per rank, and its ranks may share
+        cores and GPUs.
 
     Returns
     -------
@@ -202,7 +203,7 @@ def main() -> int:
         "arguments", nargs="+", help="after --: the arguments of python, such as -m pytest"
     )
     args = parser.parse_args()
-    # Open MPI gives rank 0 a terminal of its own, even if the output goes to a file.
+    # Open MPI gives rank 0 its own terminal, even if the output goes to a file.
     colour = {} if sys.stdout.isatty() else {"NO_COLOR": "1"}
     launched = Launched(args.arguments, args.ranks, env=colour, capture=False)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

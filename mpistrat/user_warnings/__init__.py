@@ -25,7 +25,7 @@ _given: set[tuple[str, CodeType | None, int]] = set()
 def warn_once(message: str, category: type[ScopeWarning] = ScopeWarning, key: str = "") -> None:
     """Warn once at the line of the user's code that called this package.
 
-    Messages with the same `key` count as one, even if their texts differ.
+    Messages with the same `key` count as one, even if they differ.
     """
     # The filters of `warnings` are not enough: under "always" a training loop would warn at each
     # step.
