@@ -107,11 +107,23 @@ class Ragged:
         return cls(np.concatenate(known) if known else np.empty(0, dtype), splits)
 
     def to_list(self) -> list[Any]:
-        """Return the rows as nested lists of numbers. Local."""
+        """Return the rows as nested lists of numbers. Local.
+
+        Returns
+        -------
+        list
+            One list per row.
+        """
         return [row.tolist() for row in self]
 
     def row_lengths(self) -> Any:
-        """Return the length of each row. Local."""
+        """Return the length of each row. Local.
+
+        Returns
+        -------
+        array of int64
+            An array of shape ``(rows,)``.
+        """
         return self.row_splits[1:] - self.row_splits[:-1]
 
     @property

@@ -157,7 +157,7 @@ class StrategyExtended(ExtendedV1):
         self._replica_set.close()
 
     def _require_scope(self, what: str) -> None:
-        """Make sure that `what` is called within `Strategy.scope` or `Strategy.run`."""
+        """Check that `what` is called within `Strategy.scope` or `Strategy.run`."""
         frame = context.current()
         if frame is None or context.is_default(frame.strategy):
             raise ContextError(
@@ -555,11 +555,27 @@ class StrategyExtended(ExtendedV1):
             )
 
     def variable_created_in_scope(self, v: Variable) -> bool:
-        """Return whether the variable `v` belongs to this strategy. Local."""
+        """Return whether the variable `v` belongs to this strategy. Local.
+
+        Parameters
+        ----------
+        v : Variable
+            Any variable.
+
+        Returns
+        -------
+        bool
+            True if it was created in the scope of this strategy.
+        """
         return v.strategy is self._container
 
     def value_container(self, value: Any) -> Any:
         """Return the variable or distributed value that `value` is a component of. Local.
+
+        Parameters
+        ----------
+        value : object
+            A component, or any other object.
 
         Returns
         -------

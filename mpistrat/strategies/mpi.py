@@ -127,7 +127,7 @@ class MPIStrategy(Strategy):
     >>> twos = strategy.experimental_distribute_values_from_function(lambda context: 2)
     >>> batches = strategy.experimental_distribute_dataset(ms.data.Dataset.range(8).batch(4))
 
-    Collectives outside of `run` take this rank's value:
+    Collectives outside `run` are called with this rank's value:
 
     >>> bool((strategy.all_reduce("mean", ones) == strategy.broadcast(ones)).all())
     True
@@ -138,7 +138,7 @@ class MPIStrategy(Strategy):
     >>> strategy.experimental_make_numpy_dataset(np.zeros((5, 2))).cardinality()
     5
 
-    Objects travel as pickle:
+    Python objects are sent as pickle:
 
     >>> strategy.broadcast_object({"seed": 7})
     {'seed': 7}

@@ -294,6 +294,11 @@ class Strategy(Hinted):
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """Return the components of `value` on this rank. Local.
 
+        Parameters
+        ----------
+        value : distributed value, Variable or any other object
+            A value without components is returned as the only element.
+
         Returns
         -------
         tuple
@@ -382,7 +387,18 @@ class Strategy(Hinted):
     # Names that are deprecated, and names that control graphs and sessions in TensorFlow 1.
 
     def unwrap(self, value: Any) -> tuple[Any, ...]:
-        """Return ``experimental_local_results(value)``, a tuple. Deprecated. Local."""
+        """Return ``experimental_local_results(value)``. Deprecated. Local.
+
+        Parameters
+        ----------
+        value : distributed value, Variable or any other object
+            See `experimental_local_results`.
+
+        Returns
+        -------
+        tuple
+            The components of `value` on this rank.
+        """
         warn_deprecated("unwrap", "Use experimental_local_results.")
         return self.experimental_local_results(value)
 
@@ -406,12 +422,34 @@ class Strategy(Hinted):
     def colocate_vars_with(
         self, colocate_with_variable: Variable | tuple[str, ...]
     ) -> contextlib.AbstractContextManager[None]:
-        """Return `StrategyExtended.colocate_vars_with`. Deprecated. Local."""
+        """Call `StrategyExtended.colocate_vars_with`. Deprecated. Local.
+
+        Parameters
+        ----------
+        colocate_with_variable : Variable or tuple of str
+            A variable of this strategy, or the result of `StrategyExtended.non_slot_devices`.
+
+        Returns
+        -------
+        context manager
+            It has no effect.
+        """
         warn_deprecated("Strategy.colocate_vars_with", "Use extended.colocate_vars_with.")
         return self.extended.colocate_vars_with(colocate_with_variable)
 
     def make_dataset_iterator(self, dataset: Dataset) -> InputIterator:
-        """Return an `InputIterator` over the distributed dataset. Deprecated. **Collective**."""
+        """Return an iterator over the distributed dataset. Deprecated. **Collective**.
+
+        Parameters
+        ----------
+        dataset : Dataset
+            A batched dataset, the same one on all ranks.
+
+        Returns
+        -------
+        InputIterator
+            Iterator over ``experimental_distribute_dataset(dataset)``.
+        """
         warn_deprecated("make_dataset_iterator", "Use iter(experimental_distribute_dataset(...)).")
         context.require_cross_replica(self, "make_dataset_iterator")
         return InputIterator(self.experimental_distribute_dataset(dataset))
@@ -565,6 +603,11 @@ class Strategy(Hinted):
 
         The name in tf.distribute is ``experimental_local_results``.
 
+        Parameters
+        ----------
+        value : distributed value, Variable or any other object
+            A value without components is returned as the only element.
+
         Returns
         -------
         tuple
@@ -577,6 +620,11 @@ class Strategy(Hinted):
 
         **Collective**: see `StrategyExtended.assert_replicas_agree`.
 
+        Parameters
+        ----------
+        variables : Variable, model, optimizer, Checkpoint, or dicts, lists and tuples of them
+            The variables to compare, or objects that contain them; the same on all ranks.
+
         Raises
         ------
         ReplicaDriftError
@@ -587,7 +635,7 @@ class Strategy(Hinted):
     def all_reduce(
         self, reduce_op: ReduceOpLike, value: Any, options: CommunicationOptions | None = None
     ) -> Any:
-        """Reduce `value` over replicas, outside of `run`: see `ReplicaContext.all_reduce`.
+        """Reduce `value` over replicas, outside `run`: see `ReplicaContext.all_reduce`.
 
         **Collective**. `Strategy.reduce` can also reduce over axes, and returns host arrays.
 
@@ -619,7 +667,7 @@ class Strategy(Hinted):
         )[0]
 
     def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
-        """Concatenate `value` over replicas, outside of `run`: see `ReplicaContext.all_gather`.
+        """Concatenate `value` over replicas, outside `run`: see `ReplicaContext.all_gather`.
 
         **Collective**; it raises the errors of `all_reduce` and `gather`.
 
@@ -837,6 +885,11 @@ class Strategy(Hinted):
     def experimental_replicate_to_logical_devices(self, tensor: T) -> T:
         """Return `tensor` unchanged: each rank has its own values. A no-op by nature. Local.
 
+        Parameters
+        ----------
+        tensor : array, PyTorch tensor or PerReplica
+            Any value.
+
         Returns
         -------
         same type as `tensor`
@@ -954,7 +1007,7 @@ class Strategy(Hinted):
 
 
 class _Replicas(GroupCollectives):
-    """The collectives of the replicas of a strategy, outside of `Strategy.run`."""
+    """The collectives of the replicas of a strategy, outside `Strategy.run`."""
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy

@@ -139,18 +139,18 @@ class Whole:
     def pieces(
         self, ranks: Collectives, name: str, dtype: np.dtype, storage: Array | None
     ) -> Iterator[np.ndarray | None]:
-        """Yield the elements in their order, some at a time, on rank 0. **Collective**."""
-        raise NotImplementedError  # it is not in parts
+        """Yield the elements in order, some at a time, on rank 0. **Collective**."""
+        raise NotImplementedError  # called only if the variable is in parts
 
     def load(self, storage: Array, start: int, piece: np.ndarray, device: Device) -> None:
         """Set this rank's elements of a piece of the flat whole, which begins at `start`."""
-        # Storage is in C order, so this is a view. In a different order it would be a copy, and the
+        # Storage is in C order, so this is a view. In any other order it would be a copy, and the
         # write would be lost.
         flat = storage.reshape(-1)
         flat[start : start + piece.size] = place(piece, device)
 
     def load_all(self, storage: Array, value: Any) -> None:
-        """Set what this rank stores of a checked `value` of the whole."""
+        """Set this rank's elements from a checked `value` of the whole."""
         storage[...] = self.own(value)
 
     def copied(self, name: str, storage: Array) -> tuple[Whole, Array]:
@@ -164,7 +164,7 @@ class Remote(Whole):
     is_here = False
 
     def device(self, of_replica: Device) -> Device:
-        """Return where values come to: the host."""
+        """Return the device on which values are received: the host."""
         return Device("cpu")
 
     def __init__(self, shape: tuple[int, ...], is_in_parts: bool) -> None:
@@ -173,9 +173,9 @@ class Remote(Whole):
 
 
 class Flat(Whole):
-    """Each rank stores and updates some elements of the flat value: a slot that is sharded.
+    """Each rank stores and updates some elements of the flat value, for sharded slots.
 
-    The elements of a scalar or of one long row are divided, too.
+    This also divides a scalar or a single long row.
     """
 
     is_in_parts = is_divided = True
@@ -193,12 +193,12 @@ class Flat(Whole):
         partition = _partition(math.prod(shape), None, call.channel.size)
         _agree_on_parts(call, partition, shape, by.modes(initial.dtype), initial.dtype)
         made = cls(shape, partition, call.channel.rank)
-        # Only for slots, which start at zero on all ranks. So nothing is sent.
+        # Nothing is sent: this is only for slots, which start at zero on all ranks.
         return made, np.zeros(len(made.own_elements), initial.dtype), shape
 
     @property
     def own_rows(self) -> range:
-        """What this rank stores, as the partition counts it: elements, or rows."""
+        """Range that this rank stores, in units of the partition: elements, or rows."""
         return self.partition.ranges[self._rank]
 
     @property
@@ -211,9 +211,9 @@ class Flat(Whole):
         own = self.own_elements
         if not isinstance(value, IndexedSlices):
             return value.reshape(-1)[own.start : own.stop]
-        # Slices number rows, but a part may begin inside of a row, so they are expanded to
-        # elements. The result counts from the start of this part, because that is all that this
-        # rank writes to.
+        # Slices have row numbers, but a part may begin inside a row, so they are expanded to
+        # elements. The result counts from the start of this part, because this rank writes only to
+        # its part.
         indices, values = elements_of(value), value.values.reshape(-1)
         mine = (indices >= own.start) & (indices < own.stop)
         return IndexedSlices(taken(values, mine), indices[mine] - own.start)
@@ -236,7 +236,7 @@ class Flat(Whole):
     def pieces(
         self, ranks: Collectives, name: str, dtype: np.dtype, storage: Array | None
     ) -> Iterator[np.ndarray | None]:
-        """Yield the elements in their order, some at a time, on rank 0. **Collective**."""
+        """Yield the elements in order, some at a time, on rank 0. **Collective**."""
         assert storage is not None
         num_rows = self.partition.num_rows
         size_of_row = max(math.prod(self.shape) // max(num_rows, 1), 1)

@@ -236,7 +236,7 @@ class Variable(NDArrayOperatorsMixin):
         return value, shape
 
     def _checked_modes(self, dtype: np.dtype) -> tuple[object, ...]:
-        """Return what the ranks must agree on besides shape and dtype."""
+        """Return the properties, besides shape and dtype, that must be equal on all ranks."""
         check_modes(self._name, self._synchronization_given, self._aggregation, dtype)
         split = () if self._split_axis is None else (f"split along axis {self._split_axis}",)
         return (self._synchronization_given.name, self._aggregation.name, self._trainable, *split)
