@@ -42,7 +42,7 @@ class RunsUnits:
         """Make sure that repeating a unit restores `variable`. Here no unit is repeated."""
 
     def check_can_copy(self, what: str) -> None:
-        """Raise an error if a repeated unit could not restore a copy of `what`. Never here."""
+        """Raise an error if a repeated unit would not know of a copy of `what`. Never here."""
 
     def note_optimizer(self, optimizer: Any) -> None:
         """Make `optimizer` prepare its steps again after a loss. Here do nothing."""
