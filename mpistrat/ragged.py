@@ -85,12 +85,12 @@ class Ragged:
         rows : iterable of array-like
             Lists or arrays that differ only in length.
         dtype : numpy.dtype, optional
-            Dtype of the values. Default: the smallest dtype that fits all rows.
+            Dtype of the values. Default: the common dtype of all rows.
 
         Returns
         -------
         Ragged
-            A ragged array with a copy of the rows.
+            A new ragged array.
 
         Raises
         ------

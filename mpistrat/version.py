@@ -1,4 +1,4 @@
-"""The version of the package, and other versions that must be equal on all ranks of a job."""
+"""The version of the package, and of the formats that all ranks of a job must share."""
 
 from pathlib import Path
 

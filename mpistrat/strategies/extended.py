@@ -283,8 +283,8 @@ class StrategyExtended(ExtendedV1):
         value : PerReplica, Mirrored, array, number or IndexedSlices
             The value to reduce. A plain array or number is this rank's component.
         destinations : Variable, distributed value, array or device string
-            Where the result is stored. If a device string names a task, only that rank gets the
-            result; the others get ``None``.
+            Place of the result. If a device string names a task, only that rank gets the result;
+            the others get ``None``.
         options : CommunicationOptions, optional
             Options for this call. Default: those of the strategy.
 

@@ -270,7 +270,7 @@ class ExtendedV1(abc.ABC):
         array : array or number
             Rank 0's contents are sent; the others only have the same shape and dtype.
         destinations : Variable, distributed value, array or device string
-            Where the result is stored. A device string may not name a single rank.
+            Place of the result. A device string may not name a single rank.
 
         Returns
         -------

@@ -144,7 +144,7 @@ class Whole:
 
     def load(self, storage: Array, start: int, piece: np.ndarray, device: Device) -> None:
         """Set this rank's elements of a piece of the flat whole, which begins at `start`."""
-        # Storage is in C order, so this is a view. In any other order it would be a copy, and the
+        # Storage is in C order, so this is a view. Without C order it would be a copy, and the
         # write would be lost.
         flat = storage.reshape(-1)
         flat[start : start + piece.size] = place(piece, device)
