@@ -1,8 +1,8 @@
 """The programming model of tf.distribute for NumPy and CuPy programs on MPI clusters.
 
-Importing this package starts no MPI and imports neither h5py nor cupy. It does set
-`sys.excepthook`, so that an uncaught exception on one rank ends the whole job, and gives the
-`mpistrat` logger a handler that is silent where the program has its own.
+Importing this package does not start MPI and imports neither h5py nor cupy. It does set
+`sys.excepthook`, so that an uncaught exception on one rank ends the whole job, and adds a handler
+to the `mpistrat` logger, which is silent if the program has its own.
 """
 
 import importlib as _importlib
@@ -105,7 +105,7 @@ __all__ = [
 ]
 
 
-# Thousands of ranks read these files at the same moment, so what is not needed yet waits.
+# Thousands of ranks read these files at the same moment, so modules are imported when first needed.
 _ROOMS = (
     *("coordinator", "data", "gradients", "layers", "metrics", "optimizers", "partitioners"),
     "testing",
@@ -118,7 +118,7 @@ _LATER = {
     "PreemptionCheckpointHandler": "mpistrat.checkpoint",
     "latest_checkpoint": "mpistrat.checkpoint",
 }
-"""Where other names are that wait."""
+"""Names that are imported when first needed, and their modules."""
 
 if _typing.TYPE_CHECKING:
     from mpistrat import (
@@ -139,7 +139,7 @@ if _typing.TYPE_CHECKING:
         latest_checkpoint,
     )
     from mpistrat.parameter_server.server_strategy import ParameterServerStrategy
-else:  # type checkers take a name that is missing for an error
+else:  # so that type checkers still report missing names as errors
 
     def __getattr__(name: str) -> object:
         if name in _ROOMS:

@@ -1,4 +1,4 @@
-"""``python -m mpistrat`` is the command line."""
+"""``python -m mpistrat`` runs the command line."""
 
 import sys
 

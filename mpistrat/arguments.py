@@ -16,7 +16,7 @@ from mpistrat.pytorch import host_array, is_tensor
 
 
 def as_array(kind: str, leaf: Any) -> Array:
-    """Return a leaf of the value given to the collective `kind` as an array."""
+    """Return a leaf of the value passed to the collective `kind` as an array."""
     if type(leaf) is np.ndarray:
         return leaf
     if isinstance(leaf, np.ma.MaskedArray):
@@ -50,7 +50,7 @@ def as_bool(what: str, value: Any) -> bool:
 def as_integer(
     what: str, value: Any, minimum: int | None = None, maximum: int | None = None
 ) -> int:
-    """Return `value`, which must be an integer in these bounds and no bool."""
+    """Return `value`, which must be an integer in these bounds and not a bool."""
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -67,14 +67,14 @@ def as_integer(
 
 
 def as_real(what: str, value: Any) -> float:
-    """Return a number, or an array or Variable of no axes, as a float, NaN included."""
+    """Return a number, or a 0-d array or Variable, as a float, which may be NaN."""
     if not _is_real_scalar(value):
         raise TypeError(f"{what} must be a number, not {value!r} of type {type(value).__name__}.")
     return float(value)
 
 
 def as_finite(what: str, value: Any, minimum: float | None = None) -> float:
-    """Return `value` as `as_real` does; it must be finite, and not below `minimum`."""
+    """Return `value` like `as_real`; it must be finite, and not below `minimum`."""
     number = as_real(what, value)
     if not math.isfinite(number):
         raise ValueError(f"{what} must be finite, not {number}.")
@@ -84,7 +84,7 @@ def as_finite(what: str, value: Any, minimum: float | None = None) -> float:
 
 
 def _is_real_scalar(value: Any) -> bool:
-    """Return whether `value` is a real number, or an array or Variable of one."""
+    """Return whether `value` is a real number, or an array or Variable that holds one."""
     if isinstance(value, numbers.Real):
         return True
     is_real = getattr(getattr(value, "dtype", None), "kind", "") in "biuf"
@@ -92,7 +92,7 @@ def _is_real_scalar(value: Any) -> bool:
 
 
 def span_outside(indices: Array, num_rows: int) -> tuple[int, int] | None:
-    """Return the lowest and the highest of `indices` if one of them is no row."""
+    """Return the lowest and the highest of `indices` if one of them is not a row."""
     if not indices.size:
         return None
     low, high = int(indices.min()), int(indices.max())

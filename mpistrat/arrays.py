@@ -1,7 +1,7 @@
 """Arrays and devices, on the host and on GPUs.
 
-Everything above works on `xp`, the namespace of the given array (NumPy or CuPy through
-array-api-compat), and asks here where host and device differ.
+Higher layers use `xp`, the namespace of the given array (NumPy or CuPy through array-api-compat).
+They call this module if host and device need different code.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from mpistrat.pytorch import as_own_dtype, host_array, is_tensor
 from mpistrat.sharding import cut
 
 Array: TypeAlias = npt.NDArray[Any]
-"""A NumPy or CuPy array. The two share no base class, but the methods, so type checkers see
-NumPy's. Functions that tell the two apart take `Any`."""
+"""A NumPy or CuPy array. The two have the same methods but no common base class, so type checkers
+see NumPy's. Functions that distinguish the two take `Any`."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """Where a replica computes."""
+    """The device on which a replica computes."""
 
     kind: str
     """``"cpu"`` or ``"gpu"``."""
     index: int = 0
-    """Number of the device among those this process sees."""
+    """Number of the device among the devices that this process sees."""
 
     def __str__(self) -> str:
         return f"{self.kind}:{self.index}"
@@ -51,10 +51,10 @@ class Device:
 
     @staticmethod
     def parse(device: str) -> tuple[str, int | None]:
-        """Return kind and number in the ``device=`` argument of a strategy, ``None`` for any."""
+        """Return kind and number in a ``device=`` argument; the number is ``None`` if not given."""
         if not isinstance(device, str):
             raise TypeError(f'device must be a string such as "auto" or "gpu:0", not {device!r}.')
-        named = device.lower().replace("cuda", "gpu")  # the name that PyTorch has for it
+        named = device.lower().replace("cuda", "gpu")  # PyTorch's name for it
         match = re.fullmatch(r"(auto|cpu|gpu)(?:(?<=cpu):0|(?<=gpu):(\d+))?", named)
         if match is None:
             raise ValueError(f'Unknown device {device!r}. Use "auto", "cpu", "gpu" or "gpu:K".')
@@ -62,7 +62,7 @@ class Device:
 
     @classmethod
     def resolve(cls, device: str, local_rank: int) -> Device:
-        """Return the device that the ``device=`` argument of a strategy means on this rank."""
+        """Return the device for the ``device=`` argument of a strategy on this rank."""
         kind, index = cls.parse(device)
         if kind == "cpu":
             return cls("cpu")
@@ -93,8 +93,8 @@ class Device:
 
     @staticmethod
     def for_threads() -> Callable[[], object]:
-        """Return what a new thread calls to have the current device of this one."""
-        # CUDA gives a thread device 0 at first, which may be the GPU of another rank.
+        """Return a function that makes this thread's current device current in a new thread."""
+        # CUDA selects device 0 in new threads, which may be the GPU of a different rank.
         if "cupy" not in sys.modules or not cuda_api.count_gpus():
             return bool
         device = cuda_api.cupy().cuda.Device()
@@ -102,7 +102,7 @@ class Device:
         return use
 
     def synchronize(self) -> None:
-        """Wait until it has done all that this process has queued."""
+        """Wait until the device has completed all work that this process has queued."""
         if self.kind == "gpu":
             with self.current():
                 cuda_api.cupy().cuda.runtime.deviceSynchronize()
@@ -117,7 +117,7 @@ class Device:
         return str(cuda_api.cupy().cuda.Device(self.index).pci_bus_id)
 
     def describe_gpu(self) -> str:
-        """Return model and memory of a GPU, to be printed."""
+        """Return model and memory of a GPU as text for messages."""
         properties = cuda_api.cupy().cuda.runtime.getDeviceProperties(self.index)
         return f"{properties['name'].decode()} {properties['totalGlobalMem'] / 2**30:.0f} GiB"
 
@@ -128,7 +128,7 @@ def _numpy() -> Any:
 
 
 def on_device(array: Any) -> Any:
-    """Return `array` as CuPy's, for CuPy's functions that are given a variable."""
+    """Return `array` as a CuPy array, for CuPy functions that are called with a variable."""
     return cuda_api.cupy().asarray(array)
 
 
@@ -145,25 +145,25 @@ def is_on_host(array: Any) -> bool:
 
 
 def is_array(value: object) -> bool:
-    """Return whether `value` is a NumPy or CuPy array or a NumPy scalar but a string."""
+    """Return whether `value` is a NumPy or CuPy array or a NumPy scalar other than a string."""
     if isinstance(value, np.generic):
         return value.dtype.kind in "biufcmMV"
     return isinstance(value, np.ndarray) or array_api_compat.is_cupy_array(value)
 
 
 _ON_HOST, _ON_CUDA = (1, 3), (2, 13)
-"""DLPack's numbers of devices: plain and pinned memory, and CUDA's own and managed one."""
+"""DLPack's device types: plain and pinned host memory; CUDA device and managed memory."""
 
 
 def is_foreign(value: object) -> bool:
     """Return whether `value` is an array of a library other than NumPy, CuPy and PyTorch."""
-    # Looked up in the class: an object may answer to every name.
+    # Looked up in the class, because an object's ``__getattr__`` may accept every name.
     return hasattr(type(value), "__dlpack__") and not is_array(value) and not is_tensor(value)
 
 
 def adopted(what: str, value: Any) -> Array:
-    """Return an array of another library, such as JAX, as NumPy's, or as CuPy's on a device."""
-    # Without a copy where DLPack has the dtype. It lacks bfloat16, which NumPy gets by __array__.
+    """Return an array of a foreign library, such as JAX, as a NumPy array, or CuPy on a device."""
+    # Without a copy if DLPack has the dtype. It lacks bfloat16, which NumPy gets by __array__.
     try:
         # Asked first, because `from_dlpack` of the wrong library fails.
         device_type, _ = value.__dlpack_device__()
@@ -185,7 +185,7 @@ def adopted(what: str, value: Any) -> Array:
 
 
 def array_of_tensor(tensor: Any) -> Array:
-    """Return the array of a PyTorch tensor: CuPy's for one on a GPU, if CuPy can be used."""
+    """Return a PyTorch tensor as an array: a CuPy array on a GPU, if CuPy can be used."""
     if not tensor.is_cuda or not tensor.numel() or not cuda_api.count_gpus():
         return host_array(tensor)
     plain = as_own_dtype(tensor)
@@ -197,12 +197,12 @@ def array_of_tensor(tensor: Any) -> Array:
 
 
 def is_number(value: object) -> bool:
-    """Return whether `value` is a number; bools are."""
+    """Return whether `value` is a number. Bools count as numbers."""
     return isinstance(value, numbers.Number)
 
 
 def address_of(array: Any) -> int:
-    """Return where the memory of `array` begins, on the host or its device."""
+    """Return the address where the memory of `array` begins, on the host or its device."""
     if not isinstance(array, np.ndarray):
         return int(array.data.ptr)
     library = native_library()
@@ -212,13 +212,13 @@ def address_of(array: Any) -> int:
 
 
 def span_of(array: Any) -> tuple[int, int]:
-    """Return where the memory of `array`, in C order, begins and ends."""
+    """Return the addresses where the memory of the C-ordered `array` begins and ends."""
     begin = address_of(array)
     return begin, begin + array.nbytes
 
 
 def addresses_function() -> Callable[[list[np.ndarray]], bytes]:
-    """Return what finds where the memory of each host array begins, as C has a list of pointers."""
+    """Return a function that returns the addresses of host arrays as a C array of pointers."""
     library = native_library()
     if library is None:
         return lambda arrays: np.array([address_of(each) for each in arrays], np.uintp).tobytes()
@@ -227,14 +227,14 @@ def addresses_function() -> Callable[[list[np.ndarray]], bytes]:
 
 
 def native(array: np.ndarray) -> np.ndarray:
-    """Return `array` in C order and the machine's byte order, itself where it already is."""
+    """Return `array` in C order and the machine's byte order; `array` itself if it already is."""
     return np.asarray(array, dtype=array.dtype.newbyteorder("="), order="C")
 
 
 def host_view(array: Any) -> np.ndarray:
-    """Return `array` or number as a NumPy array, without a copy where it is one.
+    """Return an array or number as a NumPy array, without a copy if it is one.
 
-    Of a device array it is a copy in page-locked memory, to be used and dropped.
+    A device array is copied to page-locked memory. The caller should use the copy and drop it soon.
     """
     if is_on_host(array):
         return np.asarray(array)
@@ -245,21 +245,21 @@ def host_view(array: Any) -> np.ndarray:
 
 
 _MIN_PINNED_BYTES, _MAX_PINNED_BYTES = 2**14, 2**26
-"""Page-locked memory takes copies ten times as fast, but is scarce and takes long to get."""
+"""Copies to page-locked memory are ten times as fast, but it is scarce and slow to allocate."""
 
 
 def as_index(value: Any) -> int:
-    """Return an integer, or an array of one, as an ``int``; CuPy's arrays have no ``__index__``."""
+    """Return an integer or an array with one as an ``int``. CuPy arrays lack ``__index__``."""
     return operator.index(host_view(value) if is_array(value) else value)
 
 
 def host_copy_to_send(array: Any) -> np.ndarray:
-    """Return a copy in host memory, as `host_copy` does, to be sent and dropped."""
+    """Return a copy in host memory, like `host_copy`, which the caller sends and then drops."""
     return host_copy(array) if is_on_host(array) else host_view(array)
 
 
 def host_result(array: Any) -> np.ndarray:
-    """Return `array` in host memory that the program may keep, without a copy where it is there."""
+    """Return `array` in host memory that the program may keep; no copy if it is there already."""
     return np.asarray(array) if is_on_host(array) else np.asarray(array.get())
 
 
@@ -272,18 +272,18 @@ def host_copy(array: Any) -> np.ndarray:
 
 
 def place(array: Any, device: Device) -> Array:
-    """Return `array` on `device`, itself where it already is there."""
+    """Return `array` on `device`; `array` itself if it is already there."""
     if device.kind != "gpu":
         return host_view(array)
     if is_on_host(array) or array.device.id != device.index:
-        with device.current():  # the current one of the program stays
+        with device.current():  # the current device of the program is restored afterwards
             array = device.namespace().asarray(array)
     on_gpu: Array = array
     return on_gpu
 
 
 def taken(array: Any, index: Any) -> Any:
-    """Return ``array[index]``, also where one is on the host and the other on a device."""
+    """Return ``array[index]``, also if one is on the host and the other on a device."""
     if isinstance(index, tuple):
         return array[tuple(_index_for(array, each) for each in index)]
     return array[_index_for(array, index)]
@@ -296,17 +296,17 @@ def _index_for(array: Any, index: Any) -> Any:
 
 
 def synchronize(array: Any) -> None:
-    """Wait until the device has done what this thread has queued for `array`."""
-    # MPI knows no streams: it reads and writes memory at once. So device memory passes here before
-    # MPI sees it, as source or as target. Work on other streams than the current one is not waited
-    # for. Host arrays are always ready.
+    """Wait until the device has completed the work that this thread has queued for `array`."""
+    # MPI does not know streams: it reads and writes memory at once. So this must be called before
+    # device memory is passed to MPI, as source or target. It waits only for the current stream.
+    # Host arrays are always ready.
     if not is_on_host(array):
         with array.device:
             cuda_api.cupy().cuda.get_current_stream().synchronize()
 
 
 def on_device_of(array: Any) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which the device where `array` lies is the current one."""
+    """Return a context in which the device of `array` is the current one."""
     return contextlib.nullcontext() if is_on_host(array) else array.device
 
 
@@ -319,7 +319,7 @@ def pieces(array: Array, bytes_per_piece: int) -> list[Array]:
 
 
 def array_at_function() -> Callable[[int, tuple[int, ...], np.dtype, object], np.ndarray]:
-    """Return what makes a C-ordered array at an address, which keeps the owner of it alive."""
+    """Return a function that creates a C-ordered array at an address and keeps its owner alive."""
     library = native_library()
     function: Callable[..., np.ndarray] = _array_at if library is None else library.array_at
     return function
@@ -331,7 +331,7 @@ def _array_at(address: int, shape: tuple[int, ...], dtype: np.dtype, owner: obje
 
 
 class _Bytes:
-    """Memory as NumPy takes it, and the object that keeps it alive."""
+    """Memory with NumPy's array interface, and the object that keeps it alive."""
 
     def __init__(self, address: int, num_bytes: int, owner: object) -> None:
         self._owner = owner
@@ -344,7 +344,7 @@ class _Bytes:
 
 
 def is_plain(array: Any) -> bool:
-    """Return whether `array` is a plain `numpy.ndarray` that is sent without a copy."""
+    """Return whether `array` is a plain `numpy.ndarray` that can be sent without a copy."""
     if type(array) is not np.ndarray:
         return False
     flags = array.flags
@@ -352,9 +352,9 @@ def is_plain(array: Any) -> bool:
 
 
 def in_memory_of(array: Any, target: np.ndarray) -> Any:
-    """Return the plain `target` where a plain `array` is the same memory, else `array`.
+    """Return the plain `target` if a plain `array` is the same memory, else `array`.
 
-    MPI takes both as one buffer only if they are one object (MPI 4.1, section 6.1).
+    MPI works in place only if both are the same object (MPI 4.1, section 6.1).
     """
     if array is target or type(array) is not np.ndarray or array.dtype != target.dtype:
         return array
@@ -363,12 +363,12 @@ def in_memory_of(array: Any, target: np.ndarray) -> Any:
 
 
 def are_apart(arrays: Sequence[Any], targets: Sequence[np.ndarray]) -> bool:
-    """Return whether each of `targets` shares memory with nothing but its array, and all of it."""
+    """Return whether each of `targets` overlaps at most with its own array, and then entirely."""
     own = list(map(_span, targets))
     spans = [(*span, True) for span in own]
     for array, span_of_target in zip(arrays, own, strict=True):
         if not isinstance(array, np.ndarray):
-            continue  # it is copied to the host
+            continue  # it will be copied to the host
         span = _span(array)
         if span != span_of_target or not is_plain(array):
             spans.append((*span, False))
@@ -376,12 +376,12 @@ def are_apart(arrays: Sequence[Any], targets: Sequence[np.ndarray]) -> bool:
 
 
 def are_disjoint(spans: Iterable[tuple[int, int, bool]]) -> bool:
-    """Return whether memory that is written to is apart from all other, read or written to.
+    """Return whether no memory that is written to overlaps with other memory.
 
-    `spans` say of each memory where it begins and ends, and whether it is written to.
+    `spans` contains begin and end of each memory, and whether it is written to.
     """
     end_of_targets = end_of_all = 0
-    # In order of the begin, so that each only has to be compared with the furthest end so far.
+    # Sorted by begin, so that each only has to be compared with the furthest end so far.
     for begin, end, is_target in sorted(spans):
         # Two arrays that are only read may overlap.
         if begin < (end_of_all if is_target else end_of_targets) and begin < end:
@@ -393,9 +393,9 @@ def are_disjoint(spans: Iterable[tuple[int, int, bool]]) -> bool:
 
 
 def _span(array: np.ndarray) -> tuple[int, int]:
-    """Return where the memory of `array` begins and ends, or a span around it."""
+    """Return addresses between which the memory of `array` is, as narrow as possible."""
     begin: int = address_of(array)
-    # Strides may be negative, and then the memory begins before the first element.
+    # Strides may be negative. Then the memory begins before the first element.
     reach = [
         stride * (n - 1) for stride, n in zip(array.strides, array.shape, strict=True) if array.size
     ]

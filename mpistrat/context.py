@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 S = TypeVar("S")
 
 Strategy = Any
-"""A `mpistrat.Strategy`, which a higher layer defines."""
+"""A `mpistrat.Strategy`. A higher layer defines the class."""
 
 
 class Kind(enum.Enum):
-    """Which context a frame stands for."""
+    """The kind of context that a frame represents."""
 
     CROSS_REPLICA = "cross-replica context"
     REPLICA = "replica context"
@@ -40,12 +40,12 @@ class Kind(enum.Enum):
 
 @dataclass(slots=True)
 class Frame:
-    """One entry of the stack. Never changed; not frozen, because that takes time in every run."""
+    """One entry of the stack. Never changed; not frozen, because that would slow down each run."""
 
     kind: Kind
     strategy: Strategy
     replica_context: Any = None
-    """The `ReplicaContext`, in a replica context."""
+    """The `ReplicaContext`; only in a replica context."""
 
     @property
     def collectives(self) -> Collectives:
@@ -53,7 +53,7 @@ class Frame:
         return collectives_of(self.strategy)
 
 
-# Per thread, because the replicas of a rank run on their own threads, each in its context.
+# Per thread, because the replicas of a rank run in separate threads, each in its own context.
 class _Stack(threading.local):
     def __init__(self) -> None:
         self.frames: list[Frame] = []
@@ -64,46 +64,46 @@ _stack = _Stack()
 
 
 def collectives_of(strategy: Strategy) -> Collectives:
-    """Return how the ranks of `strategy` communicate; in `run`, the replica that runs."""
+    """Return the collectives of the ranks of `strategy`; in `run`, of the running replica."""
     collectives: Collectives = strategy.extended._collectives
     return collectives
 
 
 def replicas_of(strategy: Strategy) -> Collectives:
-    """Return how the replicas of `strategy` communicate, of which each may have several ranks."""
+    """Return the collectives among replicas of `strategy`, each of which may have several ranks."""
     replicas: Collectives = strategy.extended._replicas
     return replicas
 
 
 def shards_of(strategy: Strategy) -> Collectives:
-    """Return how the ranks of one replica of `strategy` communicate."""
+    """Return the collectives of the ranks of this rank's replica of `strategy`."""
     shards: Collectives = strategy.extended._shards
     return shards
 
 
 def replica_set_of(strategy: Strategy) -> Any:
-    """Return the `Replicas` of this rank of `strategy`, which a higher layer defines."""
+    """Return the `Replicas` of this rank of `strategy`. A higher layer defines the class."""
     return strategy.extended._replica_set
 
 
 def layout_of(strategy: Strategy) -> Layout:
-    """Return which replicas the ranks of `strategy` make up, and which one runs here."""
+    """Return the layout of the replicas of `strategy` on ranks, with the one that runs here."""
     layout: Layout = strategy.extended._layout
     return layout
 
 
 def is_default(strategy: Strategy) -> bool:
-    """Return whether `strategy` is that of a program outside every scope."""
+    """Return whether `strategy` is the default strategy, outside every scope."""
     return bool(strategy.extended._is_default)
 
 
 def is_remote(strategy: Strategy) -> bool:
-    """Return whether other ranks hold the variables of `strategy`, which are asked by messages."""
+    """Return whether other ranks hold the variables of `strategy` and are asked by messages."""
     return bool(strategy.extended._is_remote)
 
 
 def distributes_variables(strategy: Strategy) -> bool:
-    """Return whether variables made in the scope of `strategy` belong to it."""
+    """Return whether variables created in the scope of `strategy` belong to it."""
     return bool(strategy.extended._distributes_variables)
 
 
@@ -113,11 +113,11 @@ def current() -> Frame | None:
 
 
 _opened: list[weakref.ref[Any]] = []
-"""The strategies over MPI that this process has made and not closed, dropped ones too."""
+"""MPI strategies that this process has created and not closed, including dropped ones."""
 
 
 def note_open(strategy: Strategy) -> None:
-    """Have `open_strategies` return `strategy` until it is closed or dropped."""
+    """Let `open_strategies` return `strategy` until it is closed or dropped."""
     if _is_of_several(strategy):
         _opened.append(weakref.ref(strategy))
 
@@ -128,16 +128,16 @@ def note_closed(strategy: Strategy) -> None:
 
 
 def open_strategies() -> list[Strategy]:
-    """Return the open strategies of this process whose replicas are several ranks, or on one."""
+    """Return the open strategies of this process that have several ranks or replicas."""
     alive = (opened() for opened in _opened)
     return [each for each in alive if each is not None and _is_open(each)]
 
 
 def only_open_strategy() -> Strategy | None:
-    """Return the strategy of several replicas that is open, if it is the only one.
+    """Return the open strategy with several ranks or replicas, if it is the only one.
 
-    All ranks of a program get the same answer. So one that was dropped without `close` counts as
-    open: when Python frees it differs from rank to rank.
+    All ranks of a program get the same answer. So a strategy that was dropped without `close`
+    counts as open, because Python may free it at different times on different ranks.
     """
     opened = [opened() for opened in _opened]
     found = [each for each in opened if each is None or _is_open(each)]
@@ -161,7 +161,7 @@ _makers: list[Callable[[], Strategy]] = []
 
 
 def register_world(make: Callable[[], Strategy]) -> None:
-    """Have `strategy_of_world` return what `make` returns."""
+    """Let `strategy_of_world` create its strategy with `make`."""
     _makers.append(make)
 
 
@@ -169,11 +169,12 @@ _of_world: list[Strategy] = []
 
 
 def strategy_of_world() -> Strategy:
-    """Return a strategy over all ranks of the job that no program sees. **Collective** at first.
+    """Return an internal strategy over all ranks of the job. The first call is **Collective**.
 
-    By it ranks compare what no strategy of the program owns.
+    With it, ranks compare data that do not belong to a strategy of the program.
     """
-    # After a disagreement of the program's own strategies all ranks need a new one.
+    # The program's strategies may share its channel. After a disagreement in one of their calls,
+    # all ranks need a new one.
     if _of_world and collectives_of(_of_world[0]).channel.closed is not None:
         _of_world.clear()
     if not _of_world:
@@ -184,7 +185,7 @@ def strategy_of_world() -> Strategy:
 
 
 def one_of_several() -> Frame | None:
-    """Return the frame of the replica that runs here, in its merge_fn too, if it is not alone."""
+    """Return the frame of the running replica, also in its merge_fn, if there are several."""
     for frame in reversed(_stack.frames):
         if frame.kind is Kind.REPLICA:
             return frame if frame.strategy.num_replicas_in_sync > 1 else None
@@ -192,7 +193,7 @@ def one_of_several() -> Frame | None:
 
 
 def require_scope_of_several(what: str) -> None:
-    """Refuse `what`, which was created outside every scope, inside `run` of several replicas."""
+    """Raise if `what`, created outside every scope, is used inside `run` of several replicas."""
     frame = one_of_several()
     if frame is not None:
         raise ValueError(
@@ -204,7 +205,7 @@ def require_scope_of_several(what: str) -> None:
 
 
 def warn_of_own_write(how: str, name: str) -> None:
-    """Warn if a replica that is not alone writes, by `how`, to a variable of its rank only."""
+    """Warn if one of several replicas writes, by `how`, to a variable of only its rank."""
     frames = _stack.frames
     if not frames or frames[-1].kind is Kind.UPDATE or one_of_several() is None:
         return
@@ -228,7 +229,7 @@ class _Entered:
         if frames and frames[-1] is self._frame:
             frames.pop()
         else:
-            # Frames above this one were never left, as those of a generator that was abandoned.
+            # Frames above this one were never left, for instance in an abandoned generator.
             _remove_from(self._frame)
 
 
@@ -238,7 +239,7 @@ def entered(frame: Frame) -> AbstractContextManager[None]:
 
 
 def _remove_from(frame: Frame) -> None:
-    """Remove `frame`, and what was entered after it and never left, from this thread's stack."""
+    """Remove `frame`, and frames above it that were never left, from this thread's stack."""
     frames = _stack.frames
     for position in reversed(range(len(frames))):
         if frames[position] is frame:
@@ -247,9 +248,9 @@ def _remove_from(frame: Frame) -> None:
 
 
 class Scope(ContextDecorator, Generic[S]):
-    """The scope of a strategy, which a program may enter again, inside itself too."""
+    """The scope of a strategy, which a program may enter again, even inside itself."""
 
-    # It has no state but its frame, so that threads may share it.
+    # Its only state is its frame, so that threads may share it.
 
     def __init__(self, strategy: S) -> None:
         self._strategy = strategy
@@ -274,19 +275,19 @@ class Scope(ContextDecorator, Generic[S]):
             frames.pop()
         elif error is None or isinstance(error, GeneratorExit):
             self._leave_out_of_order(is_closed=error is not None)
-        else:  # which says more than that a scope inside was never left
+        else:  # an exception in the block says more than that an inner scope was never left
             _remove_from(self._frame)
 
     def _leave_out_of_order(self, is_closed: bool) -> None:
-        """Remove this scope alone, and raise; `is_closed`: Python closes the generator it is in."""
-        # Scopes entered after it stay open: another generator may be inside of them.
+        """Remove only this scope, and raise. `is_closed`: Python is closing its generator."""
+        # Scopes that were entered after it stay open: a different generator may be inside them.
         frames = _stack.frames
         positions = [i for i, frame in enumerate(frames) if frame is self._frame]
         if positions:
             what = f"while the {frames[-1].kind.value} of {frames[-1].strategy!r} is open inside it"
             del frames[positions[-1]]
         elif is_closed:
-            return  # it went with an outer context
+            return  # it was removed with an outer context
         else:
             what = "in another thread than it was entered in, or after a context around it"
         raise ContextError(
@@ -297,7 +298,7 @@ class Scope(ContextDecorator, Generic[S]):
 
 
 def set_base(frame: Frame | None) -> None:
-    """Make `frame` the bottom of this thread's stack; ``None`` is the default context."""
+    """Use `frame` as the bottom of this thread's stack; ``None`` is the default context."""
     if _stack.frames:
         raise ContextError(
             "experimental_set_strategy must be called outside every strategy.scope(), but this "
@@ -309,7 +310,7 @@ def set_base(frame: Frame | None) -> None:
 def mode_for(strategy: Strategy, what: str) -> Kind:
     """Return the context in which `what` of `strategy` is used here."""
     frame = current()
-    if frame is None:  # outside every scope everything is in cross-replica context
+    if frame is None:  # outside every scope, everything is in cross-replica context
         return Kind.CROSS_REPLICA
     if frame.strategy is not strategy:
         raise ContextError(
@@ -329,13 +330,13 @@ def collective(
     of: Callable[[Any], Collectives | None] | None = None,
     sets_attributes: bool = False,
 ) -> Callable[[_Method], _Method]:
-    """Make a method a public collective call: the unit that an elastic job repeats after a loss.
+    """Decorate a public collective call, which an elastic job repeats as a unit after a loss.
 
-    A method of a strategy, or of its extended interface, is checked to be in cross-replica context.
-    For others `of` returns, from the first argument, the ranks that make the call, ``None`` where
-    it is part of a call around it. `kind` names the call in messages; by default the class and the
-    method do. `writes` says whether it may write to variables, `sets_attributes` whether a repeated
-    call must find those of the object as they were.
+    Methods of a strategy, and of its extended interface, are checked to be in cross-replica
+    context. For others, `of` is called with the first argument and returns the ranks that make the
+    call, or ``None`` if it is part of an outer call. `kind` names the call in messages; the default
+    is class and method. `writes` says whether the call may write to variables, and
+    `sets_attributes` whether the attributes of the object are restored before it is repeated.
     """
 
     def decorate(method: _Method) -> _Method:
@@ -348,7 +349,7 @@ def collective(
             else:
                 ranks = of(self)
             if ranks is None or not ranks.is_elastic:
-                # Most programs; a unit would cost each step some objects.
+                # The usual case. A unit would create several objects in each step.
                 return method(self, *args, **kwargs)
 
             def attempt() -> Any:
@@ -367,17 +368,17 @@ def collective(
 def ranks_in_scope(_: object) -> Collectives | None:
     """Return the ranks of the strategy in scope, ``None`` outside every scope."""
     frame = current()
-    # In replica context the call of `run` around it is the unit.
+    # In replica context the unit is the surrounding call of `run`.
     return frame.collectives if frame is not None and frame.kind is Kind.CROSS_REPLICA else None
 
 
 def made_in_scope(init: _Method) -> _Method:
-    """Make an ``__init__`` one collective call of the strategy in scope, if there is any."""
+    """Turn an ``__init__`` into one collective call of the strategy in scope, if there is any."""
     return collective(of=ranks_in_scope, sets_attributes=True)(init)
 
 
 def _set_attributes(thing: object, attributes: Mapping[str, Any]) -> None:
-    """Have `thing` with these attributes and no others."""
+    """Give `thing` these attributes and no others."""
     vars(thing).clear()
     vars(thing).update(attributes)
 
@@ -392,12 +393,12 @@ _TWINS = {
     "broadcast_object": "broadcast_object",
     "gather_objects": "all_gather_object",
 }
-"""Methods of a strategy, and those of the replica context that do the same."""
+"""Methods of a strategy, and the methods of the replica context that do the same."""
 
 
 def require_cross_replica(strategy: Strategy, what: str) -> None:
-    """Make sure that `what` of `strategy` is called in cross-replica context, or in no scope."""
-    collectives = strategy._extended._collectives  # on the way of every step: no property
+    """Check that `what` of `strategy` is called in cross-replica context or outside every scope."""
+    collectives = strategy._extended._collectives  # every step runs this, so no property
     if collectives.is_closed:
         collectives.channel.check_open()
     frame = current()
@@ -430,8 +431,8 @@ def call_in_update_context(
     group: bool,
 ) -> Any:
     """Call ``fn(*first, *args, **kwargs)`` in the update context of `strategy`."""
-    # `what` names the call in messages. `first` is passed as it is; `Mirrored` values in `args` and
-    # `kwargs` become this rank's component.
+    # `what` names the call in messages. `first` is passed unchanged; `Mirrored` values in `args`
+    # and `kwargs` are replaced by this rank's component.
     channel = collectives_of(strategy).channel
     channel.ledger.updates += 1
     try:
@@ -452,7 +453,7 @@ def result_in_update_context(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """Return what `call_in_update_context` calls, on this rank alone, and note nothing."""
+    """Call the function as in `call_in_update_context`, but only here, and record nothing."""
     if not isinstance(args, list | tuple):
         raise ValueError(f"{what}: args must be a list or tuple, not {args!r}.")
     leaves, _ = nests.flatten((list(args), kwargs))

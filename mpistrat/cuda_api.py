@@ -1,6 +1,6 @@
 """CUDA through CuPy, which only this module imports: streams, kernels, page-locked memory, NCCL.
 
-Also what CuPy needs to take variables as operands.
+It also contains the code that lets CuPy accept variables as operands.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import numpy as np
 
 
 def cupy() -> Any:
-    """Return the module `cupy`. Raises ImportError where it is not installed."""
+    """Return the module `cupy`. Raises ImportError if it is not installed."""
     return importlib.import_module("cupy")
 
 
 def count_gpus() -> int:
-    """Return how many GPUs cupy sees in this process, 0 without cupy."""
+    """Return the number of GPUs that cupy sees in this process; 0 without cupy."""
     try:
         return int(cupy().cuda.runtime.getDeviceCount())
-    except Exception:  # cupy raises its own types for a missing driver, library or device
+    except Exception:  # cupy has its own error types for a missing driver, library or device
         return 0
 
 
 class Stream:
-    """A stream of a device: work that it does in the order in which it was queued."""
+    """A stream of a device: a queue of work that the device does in order."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -47,23 +47,23 @@ class Stream:
 
     @property
     def pointer(self) -> int:
-        """The stream as C libraries take it."""
+        """The stream as a pointer for C libraries."""
         pointer: int = self._stream.ptr
         return pointer
 
     def record(self) -> Any:
-        """Return an event that is done when all work in this stream so far is."""
+        """Return an event that is done when all current work in this stream is done."""
         event = cupy().cuda.Event(disable_timing=True)
         event.record(self._stream)
         return event
 
     def wait_event(self, event: Any) -> None:
-        """Have the work queued from now on wait for `event`."""
+        """Let work that is queued from now on wait for `event`."""
         self._stream.wait_event(event)
 
     def copy(self, target: Any, source: Any) -> None:
         """Queue a copy between the host and the device."""
-        # Both arrays must live until it is done, be in C order and of equal length and dtype.
+        # Both arrays must exist until it is done, be in C order, and have equal length and dtype.
         runtime = cupy().cuda.runtime
         is_fetch = isinstance(target, np.ndarray)
         kind = runtime.memcpyDeviceToHost if is_fetch else runtime.memcpyHostToDevice
@@ -83,7 +83,7 @@ def pinned_empty(size: int, dtype: np.dtype) -> np.ndarray:
 
 
 def profiler_marks() -> tuple[Callable[[str], object], Callable[[], object]] | tuple[None, None]:
-    """Return what begins and ends an NVTX range for profilers; ``None`` twice without CuPy."""
+    """Return functions that begin and end an NVTX range; ``(None, None)`` without CuPy."""
     if "cupy" not in sys.modules or not count_gpus():
         return None, None
     nvtx = cupy().cuda.nvtx
@@ -91,9 +91,9 @@ def profiler_marks() -> tuple[Callable[[str], object], Callable[[], object]] | t
 
 
 def nccl_library() -> Any:
-    """Return CuPy's module of NCCL."""
+    """Return CuPy's NCCL module."""
     with warnings.catch_warnings():
-        # Without libnccl CuPy warns on every rank. The error below says it to those who ask.
+        # Without libnccl CuPy warns on every rank. The error below reports it to callers instead.
         warnings.simplefilter("ignore")
         library = importlib.import_module("cupy.cuda.nccl")
     if not getattr(library, "available", False):
@@ -107,7 +107,7 @@ COMPILER_OPTIONS = ("--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sq
 def launch_kernel(code: str, name: str, grid: int, block: int, arguments: tuple[Any, ...]) -> None:
     """Queue the kernel called `name` in `code`, CUDA C++, on the current device and stream.
 
-    It rounds as the host does: no product is fused with a sum, and subnormal numbers stay.
+    It rounds like the host: no product is fused with a sum, and subnormal numbers are kept.
     """
     device = cupy().cuda.runtime.getDevice()
     _loaded_kernel(code, name, device)((grid, 1, 1), (block, 1, 1), arguments)
@@ -115,7 +115,7 @@ def launch_kernel(code: str, name: str, grid: int, block: int, arguments: tuple[
 
 @functools.lru_cache
 def _loaded_kernel(code: str, name: str, device: int) -> Any:
-    # A cupy.RawKernel flushes subnormal numbers to zero: CuPy appends that to all options.
+    # A cupy.RawKernel flushes subnormal numbers to zero, because CuPy always adds that option.
     cuda = cupy().cuda
     filename = f"{name}.cu"
     compiled, _ = cuda.compiler.compile_using_nvrtc(code, COMPILER_OPTIONS, filename=filename)
@@ -128,7 +128,7 @@ _DEVICE_CHARS = "?bBhHiIlLqQefdFD"
 
 
 def has_device_dtype(array: Any) -> bool:
-    """Return whether CuPy has the dtype of `array`. It lacks text, dates, long double, records."""
+    """Return whether CuPy has the dtype of `array`; not text, dates, long double or records."""
     dtype = array.dtype
     return dtype.char in _DEVICE_CHARS or dtype.name == "bfloat16"
 
@@ -140,8 +140,9 @@ class ForNumPy:
     """Decorator of ``__array_ufunc__`` that NumPy sees and CuPy does not.
 
     ``x @ w`` with a CuPy array `x` fails if the variable `w` has ``__array_ufunc__``: CuPy then
-    computes it itself, and its matrix product takes no variables. Without, it leaves the operator
-    to the operand of higher ``__array_priority__``. NumPy looks in the class, CuPy in the instance.
+    computes the product itself, but its matrix product does not accept variables. Without the
+    attribute, CuPy leaves the operator to the operand with the higher ``__array_priority__``. NumPy
+    looks it up in the class, CuPy in the instance.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -156,7 +157,7 @@ class ForNumPy:
 class _Namespace(types.ModuleType):
     """A module whose functions are wrapped when they are first used."""
 
-    # CuPy asks variables for their array in element-wise functions only; the others refuse them.
+    # CuPy asks variables for their array only in element-wise functions; the others raise.
 
     def __init__(self, module: types.ModuleType) -> None:
         super().__init__(module.__name__, module.__doc__)
@@ -168,7 +169,7 @@ class _Namespace(types.ModuleType):
             found = _Namespace(found)
         elif callable(found) and not isinstance(found, type):
             found = _wrapped(found)
-        # `__getattr__` is called only for names that are not there, so the next access is direct.
+        # `__getattr__` is called only for missing names, so the next access is direct.
         setattr(self, name, found)
         return found
 
@@ -183,7 +184,7 @@ def array_namespace() -> Any:
 
 @functools.lru_cache
 def namespace_with_variables() -> Any:
-    """Return CuPy's array namespace with functions that take variables too."""
+    """Return CuPy's array namespace with functions that also accept variables."""
     return _Namespace(array_namespace())
 
 
@@ -200,7 +201,7 @@ def _wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _array_in(value: Any) -> Any:
-    """Return the array of a variable, also of variables in a list or tuple."""
+    """Return `value` with the arrays of variables, also of variables in a list or tuple."""
     kind = type(value)
     if hasattr(kind, _PROTOCOL):
         return value.__cupy_get_ndarray__()

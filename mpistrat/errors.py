@@ -1,4 +1,4 @@
-"""Exceptions of mpistrat, and warnings for names that tf.distribute has deprecated."""
+"""Exceptions of mpistrat, and warnings for names that are deprecated in tf.distribute."""
 
 from __future__ import annotations
 
@@ -35,36 +35,36 @@ class MpistratError(Exception):
 
 
 class ContextError(MpistratError, RuntimeError):
-    """A call in the wrong context, or strategies that are mixed or nested."""
+    """A function was called in the wrong context, or strategies were mixed or nested."""
 
 
 class CollectiveError(MpistratError, RuntimeError):
-    """The ranks disagree, or a rank left while others wait for it."""
+    """The ranks disagree about a call, or a rank left while others wait for it."""
 
     _caused_elsewhere: bool = False
-    """True where another rank's own error is the cause.
+    """Whether an error on a different rank is the cause.
 
-    That rank reports it, and this one stays quiet when the job ends.
+    That rank reports it, and this one prints nothing when the job ends.
     """
 
 
 class CollectiveMismatchError(CollectiveError):
-    """The ranks met in different collectives, or in one with other arguments."""
+    """The ranks called different collectives, or the same one with different arguments."""
 
 
 class _ShapeMismatchError(CollectiveMismatchError, ValueError):
-    """The arrays of the ranks do not fit each other, which all ranks know before they move."""
+    """The shapes of the ranks' arrays do not match. All ranks notice this before sending them."""
 
 
-# Users see the class that the documentation names.
+# Users see the name of the documented class.
 _ShapeMismatchError.__name__ = _ShapeMismatchError.__qualname__ = CollectiveMismatchError.__name__
 
 
 class CollectiveTimeoutError(CollectiveError, TimeoutError):
-    """Some ranks did not come within the time given."""
+    """Some ranks did not make the call within the time limit."""
 
 
-# The names of mpistrat's first programs.
+# Old names, kept for the first programs that used mpistrat.
 EpochError = CollectiveError
 EpochMismatchError = CollectiveMismatchError
 EpochTimeoutError = CollectiveTimeoutError
@@ -75,46 +75,47 @@ class ReplicaLostError(CollectiveError):
 
 
 class ReplicaDriftError(CollectiveError):
-    """The replicas of a variable differ where they should be equal.
+    """The replicas of a variable differ although they should be equal.
 
-    Unlike after other errors of collectives, the strategy stays usable: the ranks do agree on what
-    they call, and may repair the variable or restore a checkpoint.
+    Unlike after other errors of collectives, the strategy stays usable: the ranks still agree on
+    their calls, and may repair the variable or restore a checkpoint.
     """
 
 
 class ScopeWarning(UserWarning):
-    """A line of a program of several replicas that probably lacks a scope or `Strategy.run`.
+    """A line in a program with several replicas probably lacks a scope or `Strategy.run`.
 
-    Also the category of other slips that may give a wrong number. Each is given once per place in
-    the program, and says what to write instead.
+    Also the category for other mistakes that may lead to a wrong number. Each warning appears once
+    per line of the program, and says what to write instead.
     """
 
 
 class ReplicaDriftWarning(ScopeWarning):
-    """A checkpoint was saved of variables whose replicas differ where they should be equal."""
+    """A checkpoint was saved from variables whose replicas differ although they should be equal."""
 
 
 class LaunchError(MpistratError, RuntimeError):
-    """The launcher and MPI do not fit each other, or the ranks do not fit the devices.
+    """The launcher does not match MPI, or there are not enough devices for the ranks.
 
     Attributes
     ----------
     _is_reported_elsewhere : bool
-        True on all tasks but one where each meets the same error alone.
+        True if every task raises the same error by itself, on all tasks except the one that
+        reports it.
     """
 
     _is_reported_elsewhere: bool = False
 
 
 class DataError(MpistratError, ValueError):
-    """A data file, field or shape that does not fit."""
+    """A data file, field or shape does not match the others or the request."""
 
     _is_of_field: bool = False
-    """Whether a field alone cannot be read as examples, so that ``fields=None`` leaves it out."""
+    """Whether only one field cannot be read as examples, so that ``fields=None`` skips it."""
 
 
 class OutOfRangeError(MpistratError, IndexError):
-    """The iterator of a data set has no further element."""
+    """The iterator of a dataset has no more elements."""
 
 
 class UnavailableError(MpistratError, ConnectionError):
@@ -128,11 +129,11 @@ class WorkerLostError(MpistratError, RuntimeError):
 
 
 class CancelledError(MpistratError):
-    """A closure was not run: another one has failed before, or the coordinator was closed."""
+    """A closure was not run, because an earlier one failed or the coordinator was closed."""
 
 
 class ClosureInputError(MpistratError):
-    """The function of a per-worker data set has failed on a worker; its error is the cause."""
+    """The function of a per-worker dataset failed on a worker; its error is the cause."""
 
 
 class CheckpointError(MpistratError, OSError):
@@ -144,13 +145,13 @@ class CheckpointCorruptError(CheckpointError):
 
 
 class CheckpointMismatchError(CheckpointError, ValueError):
-    """The shapes or dtypes of a checkpoint differ from those of the program."""
+    """The shapes or dtypes in a checkpoint differ from the shapes or dtypes in the program."""
 
 
 class _UnmatchedPathsError(CheckpointMismatchError, AssertionError):
-    """The paths of a checkpoint and of the program that restored it are not the same."""
+    """The paths in a checkpoint differ from the paths in the program that restored it."""
 
 
 def warn_deprecated(name: str, remedy: str) -> None:
-    """Warn the caller of the function that calls this that `name` is deprecated."""
+    """Warn that `name` is deprecated, at the line that called the deprecated function."""
     warnings.warn(f"{name} is deprecated. {remedy}", DeprecationWarning, stacklevel=3)

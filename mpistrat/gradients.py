@@ -36,32 +36,33 @@ def all_reduce_pullback(reduce_op: ReduceOpLike, value: Any, result: Any, gradie
 
     **Collective**: every replica makes the call, inside `Strategy.run`.
 
-    The loss is the sum of the replicas' losses. SUM gives the sum of the replicas' gradients,
-    MEAN their mean. MIN and MAX give that sum to the replica with the extremal element, in equal
-    shares where several tie. PROD multiplies it by the product of the other replicas' values,
-    also where some are zero.
+    The loss is the sum of the replicas' losses. For SUM the result is the sum of the replicas'
+    gradients, for MEAN their mean. For MIN and MAX the replica with the extremal element gets that
+    sum; if several replicas tie, they get equal parts of it. For PROD the sum is multiplied by the
+    product of the other replicas' values, even if some are zero.
 
     Parameters
     ----------
     reduce_op : ReduceOp or str
+        The reduction that `all_reduce` did.
     value : nest of arrays
-        What this replica gave to `all_reduce`.
+        The value that this replica passed to `all_reduce`.
     result : nest of arrays
-        What it returned.
+        The value that `all_reduce` returned.
     gradient : nest of arrays
         Gradient of this replica's loss with respect to `result`.
 
     Returns
     -------
     nest of arrays
-        In the shapes of `value`.
+        The gradient, in the shapes of `value`.
 
     Raises
     ------
     ContextError
         Outside `Strategy.run`.
     ValueError
-        If the nests differ in structure, or shapes do not fit.
+        If the nests differ in structure, or shapes do not match.
     CollectiveError
         If the replicas disagree.
 
@@ -97,11 +98,11 @@ def all_gather_pullback(value: Any, axis: int, gradient: Any) -> Any:
     Parameters
     ----------
     value : nest of arrays
-        What this replica gave to `all_gather`.
+        The value that this replica passed to `all_gather`.
     axis : int
-        Along which it was concatenated.
+        Axis along which the values were concatenated.
     gradient : nest of arrays
-        Gradient of this replica's loss with respect to the gathered arrays, of their shapes.
+        Gradient of this replica's loss with respect to the gathered arrays, in their shapes.
 
     Returns
     -------
@@ -113,7 +114,7 @@ def all_gather_pullback(value: Any, axis: int, gradient: Any) -> Any:
     ContextError
         Outside `Strategy.run`.
     ValueError
-        If the nests differ in structure, or shapes do not fit.
+        If the nests differ in structure, or shapes do not match.
     CollectiveError
         If the replicas disagree.
 

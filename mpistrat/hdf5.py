@@ -22,12 +22,12 @@ from mpistrat.errors import DataError
 from mpistrat.system.files import affixes, replace_file, umask
 
 _BYTES_WORTH_ALIGNING = 2**18
-"""Arrays of at least this size begin at a memory page, so that no two writers share one."""
+"""Arrays of at least this many bytes begin at a memory page, so that no two writers share one."""
 
 
 @functools.cache
 def h5py() -> Any:
-    """Return the h5py module, with the filters of hdf5plugin registered where it is installed."""
+    """Return the h5py module, with the filters of hdf5plugin registered if it is installed."""
     _hdf5plugin()
     return importlib.import_module("h5py")
 
@@ -52,22 +52,22 @@ def plugin_libraries() -> dict[str, str]:
 
 
 def extension_path() -> str:
-    """Return the library of h5py that contains its own filters."""
+    """Return the path of the h5py library that contains its own filters."""
     return str(h5py().h5z.__file__)
 
 
 def filters_of(dataset: Any) -> list[tuple[int, tuple[int, ...]]]:
-    """Return number and client data of each filter of `dataset`, as they were applied."""
+    """Return number and client data of each filter of `dataset`, in the order of application."""
     properties = dataset.id.get_create_plist()
     filters = map(properties.get_filter, range(properties.get_nfilters()))
     return [(number, values) for number, _, values, _ in filters]
 
 
 def filters_edge_chunks(dataset: Any) -> bool:
-    """Return whether chunks beyond the edges of `dataset` are filtered as all others are."""
-    # HDF5 reference, H5Pset_chunk_opts, which h5py does not have.
+    """Return whether chunks beyond the edges of `dataset` are filtered like all others."""
+    # See H5Pset_chunk_opts in the HDF5 reference, which h5py does not have.
     get_options = _chunk_options()
-    if get_options is None:  # the library is a part of h5py's own, and hidden there
+    if get_options is None:  # the library is linked into h5py and hidden there
         return True
     properties, options = dataset.id.get_create_plist(), ctypes.c_uint()
     with h5py()._objects.phil:  # HDF5 is not thread-safe
@@ -88,9 +88,9 @@ _UNFILTERED_EDGES = 2
 
 
 def fills_unwritten(dataset: Any) -> bool:
-    """Return whether HDF5 gives elements of `dataset` that were never written a value."""
-    # Otherwise it leaves the memory that it reads to as it is (HDF5 reference, H5Pset_fill_time).
-    # A virtual dataset leaves what its sources leave.
+    """Return whether HDF5 returns a value for elements of `dataset` that were never written."""
+    # Otherwise it leaves the target memory unchanged (HDF5 reference, H5Pset_fill_time). A virtual
+    # dataset behaves like its sources.
     h5d, properties = h5py().h5d, dataset.id.get_create_plist()
     has_value = properties.fill_value_defined() != h5d.FILL_VALUE_UNDEFINED
     is_filled = properties.get_fill_time() != h5d.FILL_TIME_NEVER
@@ -98,22 +98,23 @@ def fills_unwritten(dataset: Any) -> bool:
 
 
 def is_stored_as(dataset: Any, dtype: Any) -> bool:
-    """Return whether the bytes of a low-level `dataset` are those of arrays of `dtype`."""
-    # Objects, such as text of any length, are pointers in memory and longer in files. NumPy makes
-    # elements of an array type further axes, and does not say that they are in foreign byte order.
+    """Return whether a low-level `dataset` has the same bytes as arrays of `dtype`."""
+    # Objects, such as strings of any length, are pointers in memory and longer in files. NumPy
+    # turns elements of an array type into further axes, and does not report their byte order.
     if dtype.hasobject or dtype.subdtype is not None:
         return False
     return bool(dataset.get_type().equal(stored_type(dtype)))
 
 
 def memory_type(dtype: Any) -> Any:
-    """Return the type of HDF5 to read arrays of `dtype`, where objects are those of Python."""
+    """Return the HDF5 type to read arrays of `dtype`, in which objects are Python objects."""
     return h5py().h5t.py_create(dtype)
 
 
 def stored_type(dtype: Any) -> Any:
-    """Return the type of HDF5 for a `dtype`."""
-    # Equal dtypes, or their fields, may differ in metadata: h5py's marks of strings and references.
+    """Return the HDF5 type for a `dtype`."""
+    # Equal dtypes, or their fields, may differ in metadata, which h5py uses to mark strings and
+    # references.
     has_none = dtype.metadata is None and dtype.names is None and dtype.subdtype is None
     return (_type_of if has_none else _type_of.__wrapped__)(dtype)
 
@@ -124,30 +125,30 @@ def _type_of(dtype: Any) -> Any:
 
 
 def is_in_file(dataset: Any, path: str) -> bool:
-    """Return whether `dataset` is in the file `path`, and not behind an external link."""
+    """Return whether `dataset` is in the file `path` itself, and not behind an external link."""
     name = os.fsdecode(h5py().h5f.get_name(dataset.id))
     return name == path or os.path.samefile(name, path)
 
 
 def contiguous_offset(dataset: Any, dtype: Any) -> int | None:
-    """Return where the elements of `dataset` begin in its file, ``None`` if not in one piece.
+    """Return the offset of the elements of `dataset` in its file, ``None`` if not contiguous.
 
-    There they must lie as in arrays of `dtype`.
+    They must be stored there like arrays of `dtype`.
     """
-    # A user block at the beginning of the file counts too.
+    # The offset includes a user block at the beginning of the file.
     if not has_offsets(dataset.id) or not is_stored_as(dataset.id, dtype):
         return None
     return offset_of_block(dataset.id, dataset.nbytes)
 
 
 def has_offsets(node: Any) -> bool:
-    """Return whether the file of a node of the low level is read in the usual way."""
+    """Return whether the file of a low-level node is read in the usual way."""
     access = h5py().h5i.get_file_id(node).get_access_plist()
     return bool(access.get_driver() == h5py().h5fd.SEC2)
 
 
 def has_signature(path: str | os.PathLike[str]) -> bool:
-    """Return whether a file begins as HDF5 files do, also behind a user block."""
+    """Return whether a file has the signature of HDF5, possibly after a user block."""
     with open(path, "rb") as file:
         place, size = 0, os.fstat(file.fileno()).st_size
         while place < size:
@@ -163,25 +164,25 @@ _SIGNATURE, _SMALLEST_USER_BLOCK = b"\x89HDF\r\n\x1a\n", 512
 
 
 def offset_of_block(dataset: Any, num_bytes: int) -> int | None:
-    """Return where the bytes of a low-level data set begin, ``None`` if not in one piece."""
-    offset = dataset.get_offset()  # none where they are in chunks, the header or other files
+    """Return the offset of the bytes of a low-level dataset, ``None`` if not contiguous."""
+    offset = dataset.get_offset()  # none if they are in chunks, the header or other files
     if offset is None or not num_bytes:
         return None
-    # Else nothing is allocated in the file yet.
+    # If the sizes differ, nothing is allocated in the file yet.
     return int(offset) if dataset.get_storage_size() == num_bytes else None
 
 
 def places_of_chunks(dataset: Any) -> list[tuple[int, int, int]] | None:
-    """Return where the chunks along the first axis lie, ``None`` if some are nowhere.
+    """Return the places of the chunks along the first axis, ``None`` if some are not stored.
 
-    Of each its offset in the file, its size there and its filter mask.
+    Each place is the offset in the file, the size there and the filter mask.
     """
     if dataset.file.userblock_size or not has_offsets(dataset.id):
-        return None  # HDF5 versions differ in what they count from
+        return None  # HDF5 versions count from different origins
     if not hasattr(dataset.id, "chunk_iter"):  # before HDF5 1.10.10 and 1.12.3
         return None
     chunks: list[Any] = []
-    dataset.id.chunk_iter(chunks.append)  # which returns None, so it goes on
+    dataset.id.chunk_iter(chunks.append)  # append returns None, so the iteration continues
     found = {offset[0]: (start, size, mask) for offset, mask, start, size in chunks}
     rows = range(0, len(dataset), dataset.chunks[0])
     try:
@@ -191,7 +192,7 @@ def places_of_chunks(dataset: Any) -> list[tuple[int, int, int]] | None:
 
 
 def max_open_files() -> int:
-    """Return how many files this process may hold open."""
+    """Return how many files this process may keep open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return sys.maxsize if soft == resource.RLIM_INFINITY else soft
 
@@ -199,7 +200,7 @@ def max_open_files() -> int:
 def open_for_reading(
     path: str | os.PathLike[str], error: type[Exception], swmr: bool = False
 ) -> Any:
-    """Return an open ``h5py.File`` of `path`; with `swmr` it may be written meanwhile."""
+    """Return an open ``h5py.File`` of `path`; with `swmr` it may be written at the same time."""
     if not os.path.isfile(path):  # opening a pipe would wait for its other end
         if os.path.isdir(path):
             raise error(f"{path} is a folder, but an HDF5 file was expected.")
@@ -207,22 +208,22 @@ def open_for_reading(
             raise error(_explain_absence(Path(path)))
         raise error(f"{path} is a device or a pipe, but an HDF5 file was expected.")
     try:
-        # The keyword only where it is needed: it asks for locks of another kind.
+        # The keyword is passed only if needed, because it requests a different kind of lock.
         return h5py().File(path, "r", swmr=True) if swmr else h5py().File(path, "r")
     except OSError as reason:
         raise error(_explain(Path(path), reason)) from reason
 
 
 # HDF5 returns wrong rows if a file that is being written (SWMR) is open twice and one handle is
-# refreshed. So all readers of a file share one handle, which nothing refreshes: it is closed with
-# the last of them, and the next reader finds the rows that were written since.
+# refreshed. So all readers of a file share one handle, which is never refreshed. The last reader
+# closes it, and the next reader finds the rows that were written since.
 _live_lock = threading.Lock()
 _live_handles: dict[str, tuple[Any, int]] = {}
-"""Open files and how many use them, by path."""
+"""Open files and their numbers of users, by path."""
 
 
 def open_file(path: str, is_live: bool) -> Any:
-    """Return an open file; readers of a live file share it. Pass it to `close_file` at the end."""
+    """Return an open file. Readers of a live file share it. Pass it to `close_file` at the end."""
     if not is_live:
         return open_for_reading(path, DataError)
     key = os.path.realpath(path)
@@ -235,7 +236,7 @@ def open_file(path: str, is_live: bool) -> Any:
 
 
 def close_file(path: str, file: Any, is_live: bool) -> None:
-    """Close a file that `open_file` has returned, a live one after its last use."""
+    """Close a file that `open_file` has returned. A live file is closed after its last use."""
     if is_live:
         key = os.path.realpath(path)
         with _live_lock:
@@ -302,7 +303,7 @@ def _explain(path: Path, reason: OSError) -> str:
 
 
 def explain_permission(path: str | os.PathLike[str], where: str = "") -> str:
-    """Return that this process may not read a file, and what to do."""
+    """Return a message that this process may not read a file, with a remedy."""
     remedy = f"Let user {os.geteuid()} on {os.uname().nodename} read it; namei -l shows who may."
     return f"The file {path} cannot be read: permission denied{where}. {remedy}"
 
@@ -314,10 +315,10 @@ def create_atomically(
 ) -> Iterator[Any]:
     """Open a new ``h5py.File`` that appears under `path` once it is complete and on disk.
 
-    It gets its name inside of ``commit(path)``, which may raise.
+    It gets its name inside the context ``commit(path)``, which may raise.
     """
     # It is written under a temporary name in the same folder, flushed, and renamed over `path`;
-    # then the folder is flushed. After an exception `path` is as it was. A symbolic link stays,
+    # then the folder is flushed. After an exception `path` is unchanged. A symbolic link is kept,
     # and the file that it points to is replaced.
     path = Path(os.path.realpath(path) if os.path.islink(path) else path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -331,7 +332,7 @@ def create_atomically(
         file = _create(temporary)
         try:
             yield file
-            file.flush()  # where it fails, the file can still be closed
+            file.flush()  # if it fails, the file can still be closed
         except BaseException:
             _discard(file)
             raise
@@ -351,18 +352,19 @@ def create_atomically(
 def _create(path: str) -> Any:
     h5f, h5p = h5py().h5f, h5py().h5p
     access = h5p.create(h5p.FILE_ACCESS)
-    # Closing the file closes all objects in it. With the default it would stay open as long as the
-    # program holds one.
+    # Closing the file closes all objects in it. With the default, the file would stay open as long
+    # as the program holds an object.
     access.set_fclose_degree(h5f.CLOSE_STRONG)
     access.set_libver_bounds(h5f.LIBVER_V110, h5f.LIBVER_V110)
-    # Small arrays are else written when their data set is closed, where nothing can be raised.
+    # Otherwise small arrays would be written when their dataset is closed, and no error could be
+    # raised then.
     access.set_sieve_buf_size(0)
     access.set_alignment(_BYTES_WORTH_ALIGNING, mmap.PAGESIZE)
     return h5py().File(h5f.create(os.fsencode(path), h5f.ACC_TRUNC, fapl=access))
 
 
 def error_text(reason: Exception) -> str:
-    """Return the message of the system within an error that it or h5py has raised."""
+    """Return the system's message in an error that the system or h5py has raised."""
     if isinstance(reason, OSError) and reason.strerror and "errno" not in reason.strerror:
         return f"{reason.strerror} ({reason.filename})" if reason.filename else reason.strerror
     found = re.search(r"error message = '([^']+)'", str(reason))
@@ -370,16 +372,16 @@ def error_text(reason: Exception) -> str:
 
 
 def _discard(file: Any) -> None:
-    """Close a file that is not wanted, though its disk may be full."""
-    # HDF5 writes when it closes. Where that fails it keeps the file for ever, open and in a state
-    # that crashes who looks at it, so what it still writes goes to memory.
+    """Close a file that is not needed, even if its disk is full."""
+    # HDF5 writes when it closes. If that fails, it keeps the file open forever, in a state in which
+    # any access crashes. So the remaining writes are redirected to memory.
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     sink = _open_sink()
     try:
-        # The limit holds for memory too. A process may raise its soft limit up to the hard one.
+        # The limit applies to memory as well. A process may raise its soft limit to the hard limit.
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit[1], limit[1]))
         os.dup2(sink, file.id.get_vfd_handle(), inheritable=False)
-        with contextlib.suppress(OSError, RuntimeError):  # where the hard limit is too low as well
+        with contextlib.suppress(OSError, RuntimeError):  # the hard limit may be too low as well
             file.close()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
@@ -387,7 +389,7 @@ def _discard(file: Any) -> None:
 
 
 def _open_sink() -> int:
-    """Return the handle of a file without a name, in memory where the system has such files."""
+    """Return the handle of an unnamed file, in memory if the system supports that."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("discarded")
     with tempfile.TemporaryFile() as file:

@@ -1,7 +1,7 @@
-"""Layout of replicas on ranks: which replicas a rank computes, and which shard of them.
+"""Layout of replicas on ranks: the replicas that a rank computes, and its shard of them.
 
 Pure functions of integers: rank = replica x ranks_per_replica + shard, or several replicas on each
-rank. Only this file turns ranks into replicas.
+rank. Only this file converts ranks to replicas.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from mpistrat.sharding import replicas_of_ranks
 
 @dataclass(frozen=True)
 class Layout:
-    """Where this rank stands among the replicas.
+    """Position of this rank among the replicas.
 
-    Each replica spans consecutive ranks; or each rank has its share of `total` replicas.
+    Either each replica spans consecutive ranks, or each rank has its share of `total` replicas.
     """
 
     num_ranks: int = 1
     rank: int = 0
     ranks_per_replica: int = 1
     total: int | None = None
-    """How many replicas the ranks share, ``None`` if each rank has one or a shard of one."""
+    """Number of replicas that the ranks share, ``None`` if each rank has one or a shard of one."""
     running: int | None = None
-    """The replica that runs, ``None`` if this is about the rank."""
+    """Number of the running replica, ``None`` if this describes the whole rank."""
 
     @classmethod
     def divided(cls, num_ranks: int, rank: int, ranks_per_replica: int) -> Layout:
-        """Return the layout, or raise where the ranks cannot be divided into replicas."""
+        """Return the layout, or raise if the ranks cannot be divided into replicas."""
         if ranks_per_replica < 1:
             raise ValueError(f"ranks_per_replica must be at least 1, not {ranks_per_replica}.")
         if num_ranks % ranks_per_replica:
@@ -59,7 +59,7 @@ class Layout:
 
     @property
     def difference(self) -> str | None:
-        """What the arguments of all ranks must agree on, ``None`` where nothing was said."""
+        """Text that must be equal on all ranks; ``None`` for the default layout."""
         if self.total is not None:
             return f"{self.total} replicas"
         num_ranks = self.ranks_per_replica
@@ -67,7 +67,7 @@ class Layout:
 
     @property
     def part(self) -> str:
-        """Which part of the replicas this rank has, as text; empty where it is one."""
+        """The part of the replicas on this rank, as text; empty if it is exactly one replica."""
         if self.total is not None:
             first, last = self.local_replicas[0], self.local_replicas[-1]
             own = f"replica {first}" if first == last else f"replicas {first}-{last}"
@@ -81,22 +81,22 @@ class Layout:
 
     @functools.cached_property
     def num_replicas(self) -> int:
-        """How many replicas all ranks make up."""
+        """Number of replicas on all ranks together."""
         return self.num_ranks // self.ranks_per_replica if self.total is None else self.total
 
     @property
     def replica_id(self) -> int:
-        """The replica of this rank; of several the one that runs, or the first one."""
+        """Replica of this rank; if it has several, the running one or else the first."""
         return self.replica_of(self.rank) if self.running is None else self.running
 
     @property
     def shard(self) -> int:
-        """Which of the ranks of its replica this one is."""
+        """Number of this rank within its replica."""
         return self.shard_of(self.rank)
 
     @property
     def local_replicas(self) -> range:
-        """The replicas of this rank."""
+        """Replicas of this rank."""
         return self.replicas_of(self.rank)
 
     def replicas_of(self, rank: int) -> range:
@@ -107,19 +107,19 @@ class Layout:
         return range(replica, replica + 1)
 
     def replica_of(self, rank: int) -> int:
-        """Return the replica of any rank; of several the first one."""
+        """Return the replica of any rank; if it has several, the first one."""
         return rank // self.ranks_per_replica if self.total is None else self.replicas_of(rank)[0]
 
     def shard_of(self, rank: int) -> int:
-        """Return which of the ranks of its replica a rank is."""
+        """Return the number of a rank within its replica."""
         return rank % self.ranks_per_replica
 
     @property
     def ranks_of_replica(self) -> Sequence[int]:
-        """The ranks of this rank's replica, by shard."""
+        """Ranks of this rank's replica, by shard."""
         first = self.rank - self.shard
         return range(first, first + self.ranks_per_replica)
 
     def ranks_of_shard(self, shard: int) -> Sequence[int]:
-        """Return the ranks that are this shard of their replicas, by replica."""
+        """Return the ranks that hold the given shard of their replicas, by replica."""
         return range(shard, self.num_ranks, self.ranks_per_replica)

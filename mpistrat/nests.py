@@ -1,7 +1,7 @@
 """Nests: arrays and other leaves inside dicts, lists, tuples, namedtuples and dataclasses.
 
-optree does the work. On top of it, dataclasses are containers without being registered by
-hand, and ``None`` is a leaf, so that it keeps its place. Dicts match by key.
+optree does the work. In addition, dataclasses are containers without an explicit registration,
+and ``None`` is a leaf, so that it keeps its position. Dicts match by key.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NAMESPACE = "mpistrat"
 _OWN_COPIES = {f"__{name}__" for name in ("new", "copy", "reduce", "reduce_ex", "slots")} | {
     f"__{name}__" for name in ("getstate", "setstate", "getattribute")
 }
-"""By what a class defines how its instances are copied."""
+"""Names with which a class can define how its instances are copied."""
 _DICTS_OF_OPTREE = (dict, OrderedDict, defaultdict)
 _known_types: set[type] = set()
 _registering = threading.Lock()
@@ -32,7 +32,7 @@ _registering = threading.Lock()
 Structure = optree.PyTreeSpec
 
 _COMMON_LEAVES = {np.ndarray, float, int, bool, type(None), np.float32, np.float64, np.int64}
-"""Nests that are one leaf, known without a look inside."""
+"""Types of nests that are known to be a single leaf."""
 _LEAF = optree.treespec_leaf(none_is_leaf=True, namespace=_NAMESPACE)
 
 
@@ -43,7 +43,7 @@ def leaf_type(cls: type[_T]) -> type[_T]:
 
 
 class _Original:
-    """The emptied instance that a container is rebuilt from; those of one class compare equal."""
+    """An emptied instance from which a container is rebuilt. Those of the same class are equal."""
 
     def __init__(self, instance: Any) -> None:
         self.instance = instance
@@ -59,24 +59,24 @@ class _Original:
 
 
 def _filled(instance: Any, names: tuple[str, ...], values: Iterable[Any]) -> Any:
-    # __init__ may check or compute fields, so the copy is filled without it.
+    # The copy is filled without __init__, which may check or compute fields.
     twin = copy.copy(instance)
     for name, value in zip(names, values, strict=True):
-        # The usual setattr fails for frozen dataclasses.
+        # The normal setattr fails for frozen dataclasses.
         object.__setattr__(twin, name, value)
     return twin
 
 
 def _register_dataclass(cls: type) -> None:
     names = tuple(field.name for field in dataclasses.fields(cls))
-    # Of instances that hold their fields alone, which need no look at how the class is copied.
+    # A shared original for instances with only their fields, if the class is copied as usual.
     plain = _Original(object.__new__(cls)) if _is_copied_as_usual(cls) else None
     fields = set(names)
 
     def take_apart(instance: Any) -> tuple[tuple[Any, ...], _Original, tuple[str, ...]]:
         if plain is not None and (held := vars(instance)).keys() == fields:
             return tuple([held[name] for name in names]), plain, names
-        # Structures are kept as keys of caches, so they must not keep arrays alive.
+        # Structures are used as cache keys, so they must not keep arrays alive.
         emptied = _Original(_filled(instance, names, [None] * len(names)))
         return tuple(getattr(instance, name) for name in names), emptied, names
 
@@ -91,15 +91,15 @@ def _register_dataclass(cls: type) -> None:
 
 
 def _is_copied_as_usual(cls: type) -> bool:
-    """Return whether a copy of an instance is another with the same ``__dict__``."""
+    """Return whether a copy of an instance is a new instance with the same ``__dict__``."""
     own = {name for each in cls.__mro__[:-1] for name in vars(each)}
     return "__dict__" in own and own.isdisjoint(_OWN_COPIES)
 
 
 def _register_dict(cls: type) -> None:
     def take_apart(instance: Any) -> tuple[tuple[Any, ...], Any, tuple[Any, ...]]:
-        # Ranks may have filled the dict in different orders, and would reduce the leaves of one key
-        # with those of a different one.
+        # Ranks may have filled the dict in different orders. Without sorting they would reduce the
+        # leaves of different keys with each other.
         keys = tuple(sorted(instance, key=_format_key))
         emptied = copy.copy(instance)
         dict.update(emptied, dict.fromkeys(keys))
@@ -108,7 +108,7 @@ def _register_dict(cls: type) -> None:
     def rebuild(original_and_keys: Any, children: Iterable[Any]) -> Any:
         original, keys = original_and_keys
         twin = copy.copy(original.instance)
-        # The subclass may have an update of another meaning, as Counter does.
+        # The subclass may define update with a different meaning, like Counter.
         dict.update(twin, zip(keys, children, strict=True))
         return twin
 
@@ -116,7 +116,7 @@ def _register_dict(cls: type) -> None:
 
 
 def _register_on_sight(node: Any) -> bool:
-    """Make a dataclass or dict subclass known to optree with its first instance; no leaf itself."""
+    """Register a dataclass or dict subclass with optree when its first instance is seen."""
     cls = type(node)
     if cls not in _known_types:
         _register(cls)
@@ -124,8 +124,8 @@ def _register_on_sight(node: Any) -> bool:
 
 
 def _register(cls: type) -> bool:
-    """Make `cls` known; return whether its instances are containers from now on."""
-    # optree refuses a class that is registered twice, and two threads may meet a new class at once.
+    """Register `cls`; return whether its instances are containers from now on."""
+    # optree raises if a class is registered twice, and two threads may see a new class at once.
     with _registering:
         is_dict = issubclass(cls, dict) and cls not in _DICTS_OF_OPTREE
         is_container = dataclasses.is_dataclass(cls) or is_dict
@@ -136,18 +136,18 @@ def _register(cls: type) -> bool:
 
 
 def flatten(nest: Any, atoms: tuple[type, ...] = ()) -> tuple[list[Any], Structure]:
-    """Return the leaves of `nest`, among them containers of types `atoms`, and its structure."""
+    """Return the leaves of `nest` and its structure; containers of types `atoms` are leaves."""
     if type(nest) in _COMMON_LEAVES:
         return [nest], _LEAF
 
     is_leaf = None if not atoms else lambda node: isinstance(node, atoms)
-    # Registering one class may show further ones inside it.
+    # Registering one class may reveal further ones inside it.
     while True:
         leaves, structure = optree.tree_flatten(
             nest, is_leaf=is_leaf, none_is_leaf=True, namespace=_NAMESPACE
         )
-        # What is no container for optree yet is among the leaves. To ask once for each type costs
-        # less than to have optree ask for each node.
+        # Containers that optree does not know yet are among the leaves. One check per type is
+        # cheaper than letting optree call a function for each node.
         unknown = set(map(type, leaves)) - _known_types
         if not any(_register(cls) for cls in unknown):
             return leaves, structure
@@ -162,7 +162,7 @@ def flatten_with_paths(nest: Any) -> tuple[list[str], list[Any], Structure]:
 
 
 def paths_of(structure: Structure) -> list[str]:
-    """Return the paths of the leaves of `structure`, as `flatten_with_paths`."""
+    """Return the paths of the leaves of `structure`, like `flatten_with_paths`."""
     return list(map(_format_path, optree.treespec_paths(structure)))
 
 
@@ -179,7 +179,7 @@ def unflatten(structure: Structure, leaves: Iterable[Any]) -> Any:
 
 
 def map_nest(fn: Callable[[Any], Any], nest: Any, atoms: tuple[type, ...] = ()) -> Any:
-    """Return `nest` with `fn` applied to each leaf, `atoms` as for `flatten`."""
+    """Return `nest` with `fn` applied to each leaf; `atoms` as for `flatten`."""
     if type(nest) in _COMMON_LEAVES:
         return fn(nest)
     leaves, structure = flatten(nest, atoms)
@@ -188,9 +188,9 @@ def map_nest(fn: Callable[[Any], Any], nest: Any, atoms: tuple[type, ...] = ()) 
 
 @functools.lru_cache(maxsize=4096)
 def signature(structure: Structure) -> str:
-    """Return a text that is equal on all ranks where `structure` is, ``*`` for a leaf."""
+    """Return a string for `structure`, the same on all ranks, with ``*`` for a leaf."""
     # Dicts are formatted in the order of their keys, however they were filled. Keys that cannot be
-    # sorted keep the order in which they came, because it is the order of the leaves.
+    # sorted keep their order, because it is the order of the leaves.
     if structure.is_leaf():
         return "*"
     children = [signature(child) for child in structure.children()]
@@ -205,9 +205,9 @@ def signature(structure: Structure) -> str:
 
 
 def _format_key(key: Any) -> str:
-    """Return a text for a dict's key that does not depend on the process; equal for equal keys."""
-    # `signature` keeps texts by structure, and structures whose keys are equal are equal: with 1,
-    # 1.0 and True the text would be that of whichever came first on a rank.
+    """Return a string for a dict's key, equal in all processes, and equal for equal keys."""
+    # `signature` caches strings by structure, and structures with equal keys are equal. Otherwise,
+    # for 1, 1.0 and True, the string would depend on which of them a rank saw first.
     if isinstance(key, str):
         return repr(str.__str__(key))
     if isinstance(key, bool | int | float | np.bool | np.integer | np.floating):

@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 
 
 class ReduceOp(enum.Enum):
-    """How values of several replicas become one.
+    """Reduction that combines the values of several replicas into one.
 
     Examples
     --------
@@ -22,12 +22,22 @@ class ReduceOp(enum.Enum):
     MAX = "MAX"
     PROD = "PROD"
 
-    # Members are singletons. The hash of Enum is a call of Python, and every call needs some.
+    # Members are singletons. The hash of Enum is a Python call, and each collective needs several.
     __hash__ = object.__hash__
 
     @classmethod
     def parse(cls, op: ReduceOp | str) -> ReduceOp:
-        """Return the member that `op` is or names, in any case.
+        """Return the member that `op` is or names.
+
+        Parameters
+        ----------
+        op : ReduceOp or str
+            A member, or its name in upper or lower case.
+
+        Returns
+        -------
+        ReduceOp
+            The member.
 
         Raises
         ------
@@ -62,7 +72,7 @@ ReduceOpLike: TypeAlias = (
 
 
 class VariableSynchronization(enum.Enum):
-    """When the components of a distributed variable are brought together.
+    """When the components of a distributed variable are combined.
 
     Examples
     --------
@@ -74,11 +84,11 @@ class VariableSynchronization(enum.Enum):
     AUTO = "AUTO"
     """Let the strategy choose: the variable is mirrored."""
     NONE = "NONE"
-    """Not supported: a variable of one replica alone."""
+    """Not supported: a variable of only one replica."""
     ON_WRITE = "ON_WRITE"
     """Mirrored: every write reaches every replica."""
     ON_READ = "ON_READ"
-    """SyncOnRead: writes are local, a cross-replica read aggregates."""
+    """SyncOnRead: writes are local, and a read in cross-replica context aggregates them."""
 
 
 class VariableAggregation(enum.Enum):
@@ -98,7 +108,7 @@ class VariableAggregation(enum.Enum):
 
 
 class CommunicationImplementation(enum.Enum):
-    """Which code moves the bytes of a reduction.
+    """Library or memory that transfers the data of a reduction.
 
     Examples
     --------
@@ -109,15 +119,15 @@ class CommunicationImplementation(enum.Enum):
     AUTO = "AUTO"
     """Let mpistrat choose."""
     MPI = "MPI"
-    """The MPI library, on the memory of the array itself; on that of a GPU where it is proved to
-    work, else it raises `ValueError`."""
+    """The MPI library, directly on the memory of the array. For GPU memory mpistrat first tests
+    that this works, and raises `ValueError` if it does not."""
     SHARED = "SHARED"
     """A shared-memory window within a node. Device arrays are copied to the host in parts."""
     STAGED = "STAGED"
-    """Copies of device arrays in parts, and the reduction on the host. Host arrays: as MPI."""
+    """Device arrays are copied to the host in parts and reduced there. Host arrays: like MPI."""
     NCCL = "NCCL"
-    """NCCL, between GPUs of which each rank has its own; else it raises `ValueError`. Host arrays:
-    as AUTO."""
+    """NCCL. Each rank needs its own GPU, otherwise it raises `ValueError`. Host arrays: like
+    AUTO."""
 
 
 AUTOMATIC_BYTES_PER_PACK = 2**25
@@ -126,7 +136,7 @@ AUTOMATIC_BYTES_PER_PACK = 2**25
 
 @dataclass(frozen=True)
 class CommunicationOptions:
-    """How a collective communicates.
+    """Options for the communication of a collective: message size, time limit, rounding.
 
     Raises
     ------
@@ -141,37 +151,37 @@ class CommunicationOptions:
     """
 
     bytes_per_pack: int = 0
-    """Small arrays of one call travel together in messages of about this many bytes; 0 is
+    """Small arrays of one call are packed into messages of about this many bytes; 0 is
     automatic, which is 32 MiB."""
     timeout_seconds: float | None = None
-    """How long to wait for missing ranks. ``None``: what the strategy was made with, or
+    """How many seconds to wait for missing ranks. ``None``: the strategy's value, or
     else the setting ``MPISTRAT_TIMEOUT_S``."""
     implementation: CommunicationImplementation = CommunicationImplementation.AUTO
-    """Which code moves the bytes."""
+    """Library or memory that transfers the data."""
     deterministic: bool = False
-    """Whether the bits of a reduction depend on the number of ranks and the values alone.
+    """Whether the bits of a reduction depend only on the number of ranks and the values.
 
-    For every op and dtype: each element is combined in a fixed tree in rank order, so neither
-    the run, the rank, packing, sizes nor the placement of ranks on nodes show in the result. On
-    one node shared memory keeps that order at no cost. Over several nodes it costs some speed,
-    and `start_all_reduce` does the whole reduction before it returns. NaN come out with the bits
+    For every op and dtype, each element is combined in a fixed tree in rank order. So the result
+    does not depend on the run, the rank, packing, sizes or the placement of ranks on nodes. On one
+    node shared memory keeps that order at no cost. Over several nodes it costs some speed, and
+    `start_all_reduce` does the whole reduction before it returns. A NaN in the result has the bits
     of ``numpy.nan``."""
     wire_dtype: Literal["float16", "bfloat16"] | None = None
-    """What floats are rounded to before they travel in SUM and MEAN: ``"float16"``,
+    """Dtype to which SUM and MEAN round floats before they send them: ``"float16"``,
     ``"bfloat16"``, or ``None`` for no rounding.
 
-    float32, float64 and longdouble arrays are rounded to it, added up in float32 in the order of
-    `deterministic`, divided (MEAN), and rounded again; results have the arrays' dtypes.
-    float16 and bfloat16 arrays travel as they are, where they else travel as float32. What
-    exceeds the range of float16 becomes inf on every rank, without a warning.
+    float32, float64 and longdouble arrays are rounded to this dtype, added up in float32 in the
+    order of `deterministic`, divided (MEAN), and rounded again. Results have the arrays' dtypes.
+    float16 and bfloat16 arrays are sent unchanged; without this option they are sent as float32.
+    Values beyond the range of float16 become inf on every rank, without a warning.
 
-    Everything else travels as without it, so a nest may mix dtypes: integers, bools and complex
-    numbers, `IndexedSlices`, and what MIN, MAX and PROD reduce. As an option of the strategy it
-    holds for `reduce`, `all_reduce`, `reduce_to`, `apply_gradients` and the pullbacks; variables,
-    metrics and layers never lose a bit to it."""
+    The option does not change anything else, so a nest may mix dtypes: it does not apply to
+    integers, bools and complex numbers, to `IndexedSlices`, or to MIN, MAX and PROD. As an option
+    of the strategy it applies to `reduce`, `all_reduce`, `reduce_to`, `apply_gradients` and the
+    pullbacks; variables, metrics and layers are never rounded."""
 
     def __hash__(self) -> int:
-        # Options are keys of caches in every call; most differ in what stands here, if at all.
+        # Options are cache keys in every call. If they differ at all, then mostly in this field.
         return self.bytes_per_pack
 
     def __post_init__(self) -> None:
@@ -201,7 +211,7 @@ class CommunicationOptions:
 class RunOptions:
     """Options of `Strategy.run`, kept for programs written for tf.distribute.
 
-    Both fields steer graph compilation there and are no-ops by nature here.
+    Both fields control graph compilation there. They have no effect here.
 
     Examples
     --------
@@ -214,7 +224,7 @@ class RunOptions:
 
 
 class InputReplicationMode(enum.Enum):
-    """How often a data set function is called.
+    """How often a dataset function is called.
 
     Examples
     --------
@@ -223,14 +233,14 @@ class InputReplicationMode(enum.Enum):
     """
 
     PER_WORKER = "PER_WORKER"
-    """Once per rank, which owns one replica."""
+    """Once per rank."""
     PER_REPLICA = "PER_REPLICA"
     """Once per replica."""
 
 
 @dataclass(frozen=True)
 class InputOptions:
-    """How a data set is distributed.
+    """Options for the distribution of a dataset.
 
     Examples
     --------
@@ -240,11 +250,11 @@ class InputOptions:
     """
 
     experimental_prefetch_to_device: bool = True
-    """Whether batches arrive on the replica's device or stay in host memory."""
+    """Whether batches are copied to the replica's device or stay in host memory."""
     experimental_replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER
-    """How often a data set function is called."""
+    """How often a dataset function is called."""
     experimental_place_dataset_on_device: bool = False
-    """Not supported: data sets live in host memory."""
+    """Not supported: datasets are stored in host memory."""
 
     def __post_init__(self) -> None:
         if self.experimental_place_dataset_on_device:
@@ -256,7 +266,7 @@ class InputOptions:
 
 
 class AutoShardPolicy(enum.Enum):
-    """How a distributed data set is divided among ranks.
+    """How a distributed dataset is divided among ranks.
 
     Examples
     --------
@@ -276,7 +286,7 @@ class AutoShardPolicy(enum.Enum):
 
 @dataclass(frozen=True)
 class InputContext:
-    """The argument of a function given to `distribute_datasets_from_function`.
+    """The argument of a function passed to `distribute_datasets_from_function`.
 
     Examples
     --------
@@ -286,14 +296,24 @@ class InputContext:
     """
 
     num_input_pipelines: int = 1
-    """How many data sets are made in all: one per rank."""
+    """Number of datasets that are created in total: one per rank."""
     input_pipeline_id: int = 0
-    """The number of this one: the rank."""
+    """Number of this dataset: the rank."""
     num_replicas_in_sync: int = 1
-    """How many replicas there are in all."""
+    """Number of replicas in total."""
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
         """Return the batch size of one replica. Local.
+
+        Parameters
+        ----------
+        global_batch_size : int
+            Number of examples per step over all replicas.
+
+        Returns
+        -------
+        int
+            Number of examples per step and replica.
 
         Raises
         ------
@@ -310,7 +330,7 @@ class InputContext:
 
 @dataclass(frozen=True)
 class ValueContext:
-    """The argument of a function given to `experimental_distribute_values_from_function`.
+    """The argument of a function passed to `experimental_distribute_values_from_function`.
 
     Examples
     --------
@@ -319,6 +339,6 @@ class ValueContext:
     """
 
     replica_id_in_sync_group: int = 0
-    """The number of this replica: the rank."""
+    """Number of this replica; equal to the rank if each rank has one replica."""
     num_replicas_in_sync: int = 1
-    """How many replicas there are in all."""
+    """Number of replicas in total."""

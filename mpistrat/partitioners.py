@@ -1,6 +1,6 @@
-"""Partitioners: into how many parts a variable is cut along an axis.
+"""Partitioners, which choose the number of parts of a variable along an axis.
 
-Pure functions of shape and dtype, which all ranks compute alike.
+They are pure functions of shape and dtype, so all ranks compute the same result.
 """
 
 from __future__ import annotations
@@ -24,17 +24,24 @@ __all__ = [
 
 
 class Partitioner(ABC):
-    """Base of the partitioners. Any function of their signature serves a strategy as well."""
+    """Base of the partitioners. A strategy also accepts any function with their signature."""
 
     def __call__(self, shape: Sequence[int], dtype: npt.DTypeLike, axis: int = 0) -> list[int]:
-        """Return one count for each axis of `shape`: the parts along `axis`, elsewhere 1. Local.
+        """Return the number of parts along each axis of `shape`: 1 except along `axis`. Local.
 
         Parameters
         ----------
         shape : sequence of int
+            Shape of the variable, with at least one axis.
         dtype : dtype
+            Dtype of the variable.
         axis : int
-            May be negative.
+            Axis to cut. May be negative.
+
+        Returns
+        -------
+        list of int
+            One count per axis.
 
         Raises
         ------
@@ -55,7 +62,7 @@ class Partitioner(ABC):
 
     @abstractmethod
     def _num_parts(self, num_rows: int, bytes_of_row: int) -> int:
-        """Return how many parts are wanted; there cannot be more than rows."""
+        """Return the wanted number of parts. The caller limits it to the number of rows."""
 
     def __repr__(self) -> str:
         settings = ", ".join(f"{name.strip('_')}={value}" for name, value in vars(self).items())
@@ -63,16 +70,17 @@ class Partitioner(ABC):
 
 
 class FixedShardsPartitioner(Partitioner):
-    """A given number of parts.
+    """Cuts variables into a fixed number of parts.
 
     Parameters
     ----------
     num_shards : int
+        Number of parts, at least 1.
 
     Raises
     ------
     ValueError, TypeError
-        If `num_shards` is below 1, or no integer.
+        If `num_shards` is below 1, or not an integer.
 
     Examples
     --------
@@ -88,21 +96,25 @@ class FixedShardsPartitioner(Partitioner):
 
 
 class RanksPartitioner(FixedShardsPartitioner):
-    """One part per rank, also on one rank: what ``variable_partitioner="ranks"`` means."""
+    """Cuts variables into one part per rank, also on one rank: ``variable_partitioner="ranks"``."""
 
 
 class MinSizePartitioner(Partitioner):
-    """As many parts as leave `min_shard_bytes` to each, or nearly: the last ones may have less.
+    """Cuts variables into as many parts as possible of about `min_shard_bytes` or more.
+
+    The last parts may be slightly smaller.
 
     Parameters
     ----------
     min_shard_bytes : int
+        Smallest size of a part, in bytes.
     max_shards : int
+        Largest number of parts.
 
     Raises
     ------
     ValueError, TypeError
-        If an argument is below 1, or no integer.
+        If an argument is below 1, or not an integer.
 
     Examples
     --------
@@ -119,17 +131,21 @@ class MinSizePartitioner(Partitioner):
 
 
 class MaxSizePartitioner(Partitioner):
-    """As few parts as keep each within `max_shard_bytes`, or one row where a row has more.
+    """Cuts variables into as few parts as possible of at most `max_shard_bytes`.
+
+    A part has at least one row, even if a row is larger.
 
     Parameters
     ----------
     max_shard_bytes : int
+        Largest size of a part, in bytes.
     max_shards : int, optional
+        Largest number of parts. Default: no limit.
 
     Raises
     ------
     ValueError, TypeError
-        If an argument is below 1, or no integer.
+        If an argument is below 1, or not an integer.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""PyTorch access: the only module that imports it, and only where a program already has."""
+"""PyTorch access: the only module that imports it, and only if the program already has."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Move = Callable[[list[np.ndarray]], list[np.ndarray]]
 
 
 class PullBack(Protocol):
-    """From values, results and gradients of the results to gradients of the values."""
+    """Function from values, results and gradients of the results to gradients of the values."""
 
     @property
     def needs_values(self) -> bool:
-        """Whether the numbers in the first two matter, or their shapes and dtypes alone."""
+        """Whether it needs the numbers in values and results, or only their shapes and dtypes."""
 
     def __call__(
         self,
@@ -31,7 +31,7 @@ class PullBack(Protocol):
 
 
 def import_torch() -> Any:
-    """Return the package `torch`, ``None`` where it is not installed."""
+    """Return the package `torch`, ``None`` if it is not installed."""
     try:
         return importlib.import_module("torch")
     except ImportError:
@@ -42,7 +42,7 @@ _load_library: list[Callable[[], Any]] = []
 
 
 def register_tensors(load: Callable[[], Any]) -> None:
-    """Give the function that imports what checkpoints take tensors by: see `tensor_library`."""
+    """Register the function that imports the tensor support of checkpoints: `tensor_library`."""
     _load_library[:] = [load]
 
 
@@ -63,20 +63,20 @@ def is_tensor(value: object) -> bool:
 
 
 def is_bfloat16(tensor: Any) -> bool:
-    """Return whether a tensor has the dtype that `host_array` widens."""
+    """Return whether a tensor has the dtype bfloat16, which `host_array` widens."""
     return str(tensor.dtype) == "torch.bfloat16"
 
 
 def in_modes_of_here(functions: Sequence[Callable[[], Any]]) -> Sequence[Callable[[], Any]]:
-    """Return functions that run, in any thread, in the modes that PyTorch has in this one now.
+    """Return `functions` so that, in any thread, they run in this thread's current PyTorch modes.
 
-    What they set with ``torch.set_grad_enabled`` is gone when they end.
+    When a function ends, its changes by ``torch.set_grad_enabled`` are reversed.
     """
     torch: Any = sys.modules.get("torch")
     if torch is None:
         return functions
     has_gradients = torch.is_grad_enabled()
-    # One function runs in this thread, which has all other modes.
+    # A single function runs in this thread, which already has all other modes.
     modes = _modes_of_here(torch) if len(functions) > 1 else []
 
     def with_gradients(function: Callable[[], Any]) -> Any:
@@ -99,13 +99,13 @@ def in_modes_of_here(functions: Sequence[Callable[[], Any]]) -> Sequence[Callabl
 
 
 def _modes_of_here(torch: Any) -> list[Callable[[], Any]]:
-    """Return what makes the modes of this thread, except that of gradients."""
+    """Return functions that create the modes of this thread, except the gradient mode."""
     modes: list[Callable[[], Any]] = [torch.inference_mode] * torch.is_inference_mode_enabled()
     for kind in ("cpu", "cuda"):
         if torch.is_autocast_enabled(kind):
             dtype, caches = torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
             modes.append(functools.partial(torch.autocast, kind, dtype, cache_enabled=caches))
-    # To ask for the default device takes longer than an empty tensor, which lies there.
+    # Asking for the default device takes longer than creating an empty tensor, which is there.
     if torch.empty(0).device.type != "cpu":
         device = torch.get_default_device()
         if device.type != "cpu":
@@ -136,32 +136,32 @@ class _HostMemory:
 
 
 def host_array(tensor: Any) -> np.ndarray:
-    """Return a tensor's value as a NumPy array, without a copy where it lies on the host."""
-    # bfloat16, which NumPy does not have, becomes float32.
+    """Return a tensor's value as a NumPy array, without a copy if it is on the host."""
+    # bfloat16 is converted to float32, because NumPy does not have it.
     tensor = as_own_dtype(tensor)
     tensor = _pinned_copy(tensor) if tensor.is_cuda else tensor.cpu()
     type_text = _type_text(tensor.dtype)
-    # Tensor.numpy() makes the storage unresizable for good, and sharded modules resize theirs. It
-    # is left for what has no plain memory, which it refuses in torch's words.
+    # Tensor.numpy() makes the storage permanently unresizable, but sharded modules resize theirs.
+    # So it is called only for tensors without plain memory, for which it raises torch's own error.
     is_plain = type_text and str(tensor.layout) == _DENSE and tensor.numel() and tensor.data_ptr()
     return np.asarray(_HostMemory(tensor, type_text)) if is_plain else tensor.numpy()
 
 
 def _pinned_copy(tensor: Any) -> Any:
-    """Return a copy of a CUDA tensor in page-locked memory, which PyTorch recycles."""
+    """Return a copy of a CUDA tensor in page-locked memory, which PyTorch reuses."""
     torch = importlib.import_module("torch")
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
 
 
 def as_own_dtype(tensor: Any) -> Any:
-    """Return a tensor outside of its graph, of a dtype that NumPy has: bfloat16 as float32."""
+    """Return a tensor detached from its graph, in a dtype that NumPy has: bfloat16 as float32."""
     plain = tensor.detach().resolve_conj().resolve_neg()
     return plain.float() if is_bfloat16(plain) else plain
 
 
 @functools.cache
 def _type_text(dtype: Any) -> str:
-    """Return NumPy's text for a dtype, empty where it has none."""
+    """Return NumPy's string for a dtype, empty if it has none."""
     try:
         text: str = np.dtype(str(dtype).removeprefix("torch.")).str
     except TypeError:
@@ -187,7 +187,7 @@ def _tensor_like(array: np.ndarray, tensor: Any) -> Any:
 
 
 def tensor_of_zeros(shape: Sequence[int], dtype: str, device: str, is_in_graph: bool) -> Any:
-    """Return a tensor of zeros, of a dtype by the text that torch has for it."""
+    """Return a tensor of zeros; `dtype` is torch's string for the dtype."""
     torch = importlib.import_module("torch")
     kind = getattr(torch, dtype.removeprefix("torch."))
     return torch.zeros(tuple(shape), dtype=kind, device=device, requires_grad=is_in_graph)
@@ -198,10 +198,10 @@ def apply_differentiable(
 ) -> list[Any]:
     """Apply the collective `move` to tensors; the results are part of their graph.
 
-    `read` returns the array of a tensor, on the host or on its device.
+    `read` returns a tensor as an array, on the host or on its device.
     """
-    # The backward pass calls `pull_back`. Where that is collective, every rank must run the pass,
-    # through the same calls in the same order.
+    # The backward pass calls `pull_back`. If that is collective, every rank must run the backward
+    # pass through the same calls in the same order.
     return list(_function().apply(move, pull_back, read, *tensors))
 
 
@@ -233,7 +233,7 @@ def _forward(
 def _backward(ctx: Any, *gradients: Any) -> Any:
     torch = importlib.import_module("torch")
     num = len(gradients)
-    # Where only shapes and dtypes matter, one zero stands for all elements.
+    # If only shapes and dtypes matter, one zero represents all elements.
     kept = ctx.saved_tensors or [
         torch.zeros((), dtype=dtype).expand(shape) for shape, dtype in ctx.shapes
     ]

@@ -19,16 +19,17 @@ from mpistrat.system.text import brief
 class Ragged:
     """Rows that may differ in length: row k is ``values[row_splits[k]:row_splits[k + 1]]``.
 
-    It is one value, as `IndexedSlices` is: a `PerReplica` holds a `Ragged`, and a function given
-    to `Strategy.run` gets one. ``len()`` is the number of rows, an integer as index gives a row
-    without a copy, and a slice gives the `Ragged` of some rows.
+    It counts as one value, like `IndexedSlices`: a `PerReplica` holds a `Ragged`, and a function
+    passed to `Strategy.run` gets one. ``len()`` is the number of rows. An integer index returns a
+    row without a copy, and a slice returns the `Ragged` of some rows.
 
     Raises
     ------
     TypeError
         If `row_splits` are not integers.
     ValueError
-        If they are not offsets that begin with 0, never fall, and end with the length of `values`.
+        If they are not offsets that begin with 0, never decrease, and end with the length of
+        `values`.
 
     Examples
     --------
@@ -44,11 +45,11 @@ class Ragged:
     """
 
     values: Any
-    """The rows, one after the other: an array of shape ``(row_splits[-1], *row.shape[1:])``."""
+    """The concatenated rows: an array of shape ``(row_splits[-1], *row.shape[1:])``."""
     row_splits: Any
-    """Where each row begins and, at the end, the last one ends: int64, of shape ``(rows + 1,)``."""
+    """Start of each row, and the end of the last one: int64, of shape ``(rows + 1,)``."""
 
-    if TYPE_CHECKING:  # what is given may be less than what is kept
+    if TYPE_CHECKING:  # the arguments may have more general types than the fields
 
         def __init__(self, values: npt.ArrayLike, row_splits: npt.ArrayLike) -> None: ...
 
@@ -77,13 +78,19 @@ class Ragged:
 
     @classmethod
     def from_list(cls, rows: Iterable[npt.ArrayLike], dtype: npt.DTypeLike | None = None) -> Ragged:
-        """Return the ragged array of `rows`, lists or arrays that differ in length only. Local.
+        """Return the ragged array of `rows`. Local.
 
         Parameters
         ----------
         rows : iterable of array-like
+            Lists or arrays that differ only in length.
         dtype : numpy.dtype, optional
-            By default that to which all rows fit.
+            Dtype of the values. Default: the common dtype of all rows.
+
+        Returns
+        -------
+        Ragged
+            A new ragged array.
 
         Raises
         ------
@@ -95,21 +102,33 @@ class Ragged:
         if any(not array.ndim for array in arrays) or len({a.shape[1:] for a in known}) > 1:
             shapes = sorted({array.shape for array in arrays})
             raise ValueError(f"Ragged: rows may differ in length only, but have shapes {shapes}.")
-        # An empty list says nothing about its dtype and its other dimensions.
+        # An empty list does not determine its dtype and its other dimensions.
         splits = np.cumsum([0, *map(len, arrays)], dtype=np.int64)
         return cls(np.concatenate(known) if known else np.empty(0, dtype), splits)
 
     def to_list(self) -> list[Any]:
-        """Return the rows as nested lists of numbers. Local."""
+        """Return the rows as nested lists of numbers. Local.
+
+        Returns
+        -------
+        list
+            One list per row.
+        """
         return [row.tolist() for row in self]
 
     def row_lengths(self) -> Any:
-        """Return the length of each row. Local."""
+        """Return the length of each row. Local.
+
+        Returns
+        -------
+        array of int64
+            An array of shape ``(rows,)``.
+        """
         return self.row_splits[1:] - self.row_splits[:-1]
 
     @property
     def nbytes(self) -> int:
-        """The size of values and offsets. Local."""
+        """Size of values and offsets in bytes. Local."""
         return int(self.values.nbytes + self.row_splits.nbytes)
 
     def __len__(self) -> int:
@@ -143,7 +162,7 @@ class Ragged:
 
 
 def map_ragged(fn: Callable[[Any], Any], ragged: Ragged) -> Ragged:
-    """Return `fn` of values and offsets, in another place or library."""
+    """Return `ragged` with `fn` applied to values and offsets: another device or library."""
     twin = object.__new__(Ragged)
     object.__setattr__(twin, "values", fn(ragged.values))
     object.__setattr__(twin, "row_splits", fn(ragged.row_splits))

@@ -1,4 +1,4 @@
-"""Replica context: what a replica may call."""
+"""Replica context: the functions that a replica may call."""
 
 from __future__ import annotations
 
@@ -18,20 +18,22 @@ from mpistrat.values import DistributedValues, T
 
 
 class ReplicaContext(GroupCollectives):
-    """The view that one replica has of its strategy, inside `Strategy.run`.
+    """The interface of one replica inside `Strategy.run`: its number and its collectives.
 
-    Got by `mpistrat.get_replica_context()`. As a context manager it makes itself current.
+    Call `mpistrat.get_replica_context()` to get it. Used as a context manager, it becomes the
+    current replica context.
 
     Parameters
     ----------
     strategy : Strategy
+        Strategy that runs the replica.
     replica_id_in_sync_group : int, optional
-        That of this rank's replica, which is also the default.
+        Number of this rank's replica, which is also the default.
 
     Raises
     ------
     ValueError
-        If the number is not that of this rank's replica.
+        If the number belongs to a replica of a different rank.
 
     Examples
     --------
@@ -80,26 +82,27 @@ class ReplicaContext(GroupCollectives):
 
     @property
     def strategy(self) -> Any:
-        """The strategy that runs this replica. Local."""
+        """Strategy that runs this replica. Local."""
         self._check()
         return self._strategy
 
     @property
     def replica_id_in_sync_group(self) -> int:
-        """Number of this replica: its rank, where a replica is one rank. Local."""
+        """Number of this replica; equal to the rank if each rank is one replica. Local."""
         self._check()
         return self._layout.replica_id
 
     def rng(self, *key: int) -> np.random.Generator:
-        """Return a generator of random numbers that depend on `key` and this replica alone. Local.
+        """Return a random generator that depends only on `key` and this replica. Local.
 
-        There is no state to save: ``rng(seed, int(optimizer.iterations))`` gives the same numbers
+        There is no state to save: ``rng(seed, int(optimizer.iterations))`` returns the same numbers
         when a job resumes.
 
         Parameters
         ----------
         *key : int
-            At least one, none negative. Each key gives an independent stream for each replica.
+            One or more integers, none negative. Different keys, and different replicas, have
+            independent streams.
 
         Returns
         -------
@@ -110,7 +113,7 @@ class ReplicaContext(GroupCollectives):
         Raises
         ------
         TypeError, ValueError
-            If a part of the key is no integer or negative, or if there is none.
+            If a part of the key is not an integer or negative, or if the key is empty.
         """
         self._check()
         from mpistrat.data.random import replica_rng
@@ -125,16 +128,16 @@ class ReplicaContext(GroupCollectives):
 
     @property
     def shards(self) -> ShardGroup:
-        """The ranks that compute this replica together, and their collectives. Local.
+        """Collectives of the ranks that compute this replica together. Local.
 
-        One, unless the strategy was made with `ranks_per_replica`.
+        There is one rank, unless the strategy was created with `ranks_per_replica`.
         """
         self._check()
         return ShardGroup(self)
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """The device string of this replica, in a tuple. Deprecated. Local."""
+        """Device string of this replica, in a tuple. Deprecated. Local."""
         self._check()
         warn_deprecated("ReplicaContext.devices", "Use strategy.extended.device.")
         return (str(self._strategy.extended.device),)
@@ -168,13 +171,15 @@ class ReplicaContext(GroupCollectives):
         Parameters
         ----------
         merge_fn : callable
+            Called with the strategy and the arguments, once for all replicas of the rank.
         args, kwargs : sequence, mapping
-            Arrays and numbers, also in nests, arrive as `PerReplica`, anything else as it is.
+            Further arguments of `merge_fn`. Arrays and numbers, also in nests, are passed as
+            `PerReplica`, anything else unchanged.
 
         Returns
         -------
         nest
-            What `merge_fn` returns, with this replica's component of distributed values.
+            The result of `merge_fn`, with this replica's component of distributed values.
 
         Raises
         ------
@@ -191,18 +196,42 @@ class ReplicaContext(GroupCollectives):
         barrier(context.collectives_of(self._strategy))
 
     def broadcast_object(self, obj: Any, root: int = 0) -> Any:
-        """Return a copy of the object of replica `root`, which all name. **Collective**."""
+        """Return a copy of the object of replica `root`. **Collective**.
+
+        Parameters
+        ----------
+        obj : object
+            The object to send, as pickle; the objects of replicas other than `root` are ignored.
+        root : int
+            Number of the replica that sends its object; the same on all replicas.
+
+        Returns
+        -------
+        object
+            A copy, on `root` as well.
+        """
         self._check("broadcast_object")
         return broadcast_object(context.replicas_of(self._strategy), "broadcast_object", obj, root)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """Return copies of the objects of all replicas, in order. **Collective**."""
+        """Return copies of the objects of all replicas, in order. **Collective**.
+
+        Parameters
+        ----------
+        obj : object
+            The object of this replica, which is sent as pickle.
+
+        Returns
+        -------
+        list
+            One copy per replica.
+        """
         self._check("gather_objects")
         return gather_objects(context.replicas_of(self._strategy), "all_gather_object", obj)
 
     def _group(self) -> Collectives:
         frame = context.current()
-        if frame is None or frame.replica_context is not self:  # the usual case costs no call
+        if frame is None or frame.replica_context is not self:  # saves a call in the usual case
             self._check()
         return context.replicas_of(self._strategy)
 
@@ -228,12 +257,13 @@ class ReplicaContext(GroupCollectives):
 
 
 class ShardGroup(GroupCollectives):
-    """The ranks of one replica, as `ReplicaContext.shards`.
+    """The ranks that compute one replica together. `ReplicaContext.shards` returns it.
 
-    It has the collectives of `ReplicaContext`, except `merge_call`, with the same rules; a
-    "replica" is then a rank of this one, and its number `index`. The group has its own
-    sequence: its order among collectives of the replicas is not compared. The loss is the sum of
-    the losses of its ranks, so one that all of them compute alike is divided by `count`.
+    It has the collectives of `ReplicaContext`, except `merge_call`, with the same rules. In their
+    descriptions, read "rank of this replica" for "replica", and `index` for its number. The group
+    has its own sequence of calls: their order relative to collectives of the replicas is not
+    compared. The loss of the replica is the sum of the losses of its ranks, so divide a loss that
+    all of them compute identically by `count`.
 
     Examples
     --------
@@ -251,13 +281,13 @@ class ShardGroup(GroupCollectives):
 
     @property
     def index(self) -> int:
-        """Which of the ranks of the replica this one is. Local."""
+        """Number of this rank within the replica, from 0. Local."""
         self._replica._check()
         return self._replica._layout.shard
 
     @property
     def count(self) -> int:
-        """How many ranks the replica has. Local."""
+        """Number of ranks of the replica. Local."""
         self._replica._check()
         return self._replica._layout.ranks_per_replica
 
@@ -271,8 +301,14 @@ class ShardGroup(GroupCollectives):
         Parameters
         ----------
         obj : object
-            The rank whose `index` is `root` sends its object, as pickle.
+            The object to send, as pickle; it is ignored on ranks other than `root`.
         root : int
+            The `index` of the rank that sends its object; the same on all ranks of the replica.
+
+        Returns
+        -------
+        object
+            A copy, on `root` as well.
 
         Raises
         ------
@@ -287,6 +323,16 @@ class ShardGroup(GroupCollectives):
         """Return copies of the objects of all ranks of this replica, by `index`.
 
         **Collective** over them.
+
+        Parameters
+        ----------
+        obj : object
+            The object of this rank, which is sent as pickle.
+
+        Returns
+        -------
+        list
+            One copy per rank of the replica.
 
         Raises
         ------

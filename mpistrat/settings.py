@@ -1,7 +1,7 @@
 """Settings from environment variables: the only module that reads `os.environ`.
 
-mpistrat's own settings are variables named ``MPISTRAT_...``. The variables that launchers set are
-read through this module too.
+mpistrat's own settings are variables named ``MPISTRAT_...``. Other modules also read the variables
+of launchers through this module.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 @dataclass(frozen=True)
 class _Reader:
-    """How the text of a variable is read, and what may stand in it."""
+    """A function that parses the text of a variable, and a sentence that says what it accepts."""
 
     read: Callable[[str], Any]
     remedy: str
@@ -108,21 +108,21 @@ class Settings:
     """Settings of the library, each from the variable ``MPISTRAT_<NAME>``."""
 
     timeout_s: float | None = 1800.0
-    """How long a rank waits for ranks that are not in the same collective; ``none``: for ever."""
+    """How long a rank waits for ranks that are not in the same collective; ``none``: forever."""
     checks: bool = True
-    """Whether ranks compare their calls before data moves. Without, ranks that disagree hang."""
+    """Whether ranks compare their calls before they send data. Without, disagreeing ranks hang."""
     fast_paths: bool = True
     """Whether repeated calls skip checks, and ranks of a node reduce in memory that they share."""
     wait_notice_s: float = 60.0
-    """After how long a wait one line says who is missing."""
+    """Seconds of waiting after which a rank prints one line that says who is missing."""
     watch: bool = True
-    """Whether ranks may ask each other over sockets why one does not come."""
+    """Whether ranks may ask each other over sockets why one does not arrive."""
     cuda_aware: bool | None = None
-    """Whether MPI may be given device memory; ``None`` (auto): where it is proved to work."""
+    """Whether device memory may be passed to MPI; ``None`` (auto): if a test of it succeeds."""
     shared_min_bytes: int | None = None
-    """From which size on arrays are reduced in shared memory; ``None`` (auto): it is measured."""
+    """Size from which arrays are reduced in shared memory; ``None`` (auto): it is measured."""
     exit_grace_s: float = 5.0
-    """How long a rank that has failed waits for the others before it ends the job."""
+    """How long a failed rank waits for the others before it ends the job."""
     full_traceback: bool = False
     """Whether tracebacks show the frames of this package."""
     log: str | None = None
@@ -130,9 +130,9 @@ class Settings:
     flight_dir: str | None = None
     """Folder for the flight records of a job that fails; ``None``: they are not written."""
     flight_length: int = 256
-    """How many collectives a flight record keeps."""
+    """Number of collectives that a flight record keeps."""
     timeline: str | None = None
-    """File for the timeline of all ranks; ``None``: there is none."""
+    """File for the timeline of all ranks; ``None``: no timeline."""
     oversubscribe: bool = False
     """Whether ranks may share cores without a warning."""
     share_gpus: bool = False
@@ -140,21 +140,21 @@ class Settings:
     data_threads: int | None = None
     """Threads that decode HDF5 chunks; ``None`` (auto): this rank's share of the cores."""
     restart: int = 0
-    """Which restart of the job this is; ``mpistrat run --restarts`` counts them from 1."""
+    """Number of this restart of the job; ``mpistrat run --restarts`` counts them from 1."""
     fault: str = ""
-    """What is to go wrong on purpose, as `mpistrat.testing.inject` takes it."""
+    """A fault to inject on purpose, in the notation of `mpistrat.testing.inject`."""
     gather_limit: int = 4 << 30
-    """Bytes of the largest sharded variable that `value` brings to every rank."""
+    """Size in bytes of the largest sharded variable that `value` may collect on every rank."""
 
     @classmethod
     def parse(cls, variables: Mapping[str, str]) -> Settings:
-        """Return the settings that the ``MPISTRAT_...`` variables in `variables` give."""
+        """Return the settings from the ``MPISTRAT_...`` variables in `variables`."""
         values: dict[str, Any] = {}
         for variable, text in variables.items():
             if not variable.startswith(_PREFIX):
                 continue
             name = variable[len(_PREFIX) :].lower()
-            # An error, because a variable with a typing mistake would silently have no effect.
+            # An error, because a misspelt variable would silently have no effect.
             if name not in _READERS:
                 known = ", ".join(_PREFIX + field.name.upper() for field in fields(cls))
                 raise ValueError(f"Unknown setting {variable}={text!r}. Known settings: {known}.")
@@ -169,23 +169,23 @@ class Settings:
 
 
 def environment() -> Mapping[str, str]:
-    """Return the variables of this process, for the modules that look for a launcher."""
+    """Return the environment of this process, for the modules that look for a launcher."""
     return os.environ
 
 
 def export_defaults(values: Mapping[str, str]) -> None:
-    """Set variables of this process that are not set, for libraries that look for them."""
+    """Set environment variables that are not set yet, for libraries that read them."""
     for name, value in values.items():
         os.environ.setdefault(name, value)
 
 
 def settings() -> Settings:
-    """Return the settings of this process as its environment gives them now."""
+    """Return the settings of this process from its current environment."""
     return Settings.parse(os.environ)
 
 
 def settings_at_the_end() -> Settings:
-    """Return the settings, the defaults where one is bad: that is what ends the program."""
+    """Return the settings at the end of a program; the defaults if a bad setting has ended it."""
     try:
         return settings()
     except ValueError:

@@ -1,6 +1,6 @@
 """Sharding arithmetic: how batches are split among ranks, and arrays into pieces.
 
-Pure functions of integers. Every rank computes the same, so nothing here communicates.
+Pure functions of integers. Every rank computes the same result, so nothing here communicates.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ class Box(NamedTuple):
     """A part of an array: a range along each axis."""
 
     shape: tuple[int, ...]
-    """Of the whole array."""
+    """Shape of the whole array."""
     offsets: tuple[int, ...]
-    """Where the part begins, along each axis."""
+    """Start of the part along each axis."""
     sizes: tuple[int, ...]
 
 
@@ -36,7 +36,7 @@ def cut(num_elements: int, length: int) -> list[slice]:
 
 
 def consecutive(lengths: Iterable[int]) -> list[slice]:
-    """Return slices of these lengths, one behind the other."""
+    """Return consecutive slices of these lengths."""
     return [slice(*ends) for ends in itertools.pairwise(itertools.accumulate(lengths, initial=0))]
 
 
@@ -48,7 +48,7 @@ def part_lengths(length: int, num_parts: int) -> list[int]:
 
 def slice_of_rank(num_examples: int, size: int, rank: int) -> slice:
     """Return the contiguous part of a global batch that `rank` gets."""
-    # Rank r gets [r c, min((r + 1) c, n)) with c = ceil(n / size): the parts lie in rank order,
+    # Rank r gets [r c, min((r + 1) c, n)) with c = ceil(n / size). The parts are in rank order,
     # and the last ranks may get less, or nothing.
     share = ceil_div(num_examples, size)
     start = min(rank * share, num_examples)
@@ -57,30 +57,30 @@ def slice_of_rank(num_examples: int, size: int, rank: int) -> slice:
 
 @functools.lru_cache(maxsize=64)
 def replicas_of_ranks(num_replicas: int, size: int) -> Sequence[range]:
-    """Return the replicas of each rank: contiguous, the first ranks may have one more."""
+    """Return the replicas of each rank. They are contiguous, and the first may have one more."""
     slices = consecutive(part_lengths(num_replicas, size))
     return tuple(range(each.start, each.stop) for each in slices)
 
 
 class Fold(Generic[T]):
-    """Sum of `num_rows` rows by the tree of `mpistrat.comm.ops.combine`, as far as it has come.
+    """Partial sum of `num_rows` rows, added in the tree order of `mpistrat.comm.ops.combine`.
 
-    A node of the tree is what one row holds after a step of that function: the sum of the rows
-    ``[k w, min((k + 1) w, num_rows))``, where w is a power of two. Nodes are given in the order of
-    their rows, from any row on; those that are complete are combined at once, as the digits of a
-    binary counter are.
+    A node of the tree is the content of one row after a step of that function: the sum of the rows
+    ``[k w, min((k + 1) w, num_rows))``, where w is a power of two. Nodes are added in the order of
+    their rows, starting at any row. Complete pairs are combined at once, like the digits of a
+    binary counter.
     """
 
     def __init__(self, num_rows: int, combine: Callable[[T, T], T]) -> None:
         self._num_rows = num_rows
         self._combine = combine
         self.nodes: list[tuple[int, int, T]] = []
-        """First row, width and sum of each node that waits for another one."""
+        """First row, width and sum of each node that waits for its neighbour."""
 
     def add(self, begin: int, value: T, width: int = 1) -> None:
-        """Take the node of `width` rows from `begin` on."""
+        """Add the node of `width` rows that starts at `begin`."""
         while True:
-            # Without a row behind it, a node is that of twice the width, too.
+            # Without a row after it, a node is also the node of twice the width.
             while (
                 width < self._num_rows
                 and begin % (2 * width) == 0

@@ -1,4 +1,4 @@
-"""Trackable objects: named children that a checkpoint saves and fills, also later ones."""
+"""Trackable objects, whose named children a checkpoint saves and restores, even late ones."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from mpistrat.system import units
 
 @dataclass(frozen=True, eq=False)
 class Dependent:
-    """A child that belongs to another object, as an optimizer's momentum does to a variable."""
+    """A child that belongs to a different object, like an optimizer's momentum to a variable."""
 
     name: str
-    """First part of its path. The path of `of` in the checkpoint follows."""
+    """First part of the child's path. The path of `of` in the checkpoint follows."""
     child: object
     of: object
 
 
 _OnNewChild = Callable[[str, object, object], None]
-"""Called with the name of a new child, the child, and what it depends on or ``None``."""
+"""Called with the name of a new child, the child, and the object that it depends on or ``None``."""
 
 
 class Trackable:
-    """Base of objects whose state is that of their children.
+    """Base of objects whose state is the state of their children.
 
     A child is a variable, another trackable, or anything with ``state_dict()`` and
     ``load_state_dict()``. Its name may contain ``/``.
@@ -40,25 +40,25 @@ class Trackable:
         self._children: dict[str, object] = {}
         self._dependents: list[Dependent] = []
         self._on_new_child: _OnNewChild | None = None
-        """Called with each child made from now on, before it is added."""
+        """Called with each new child before it is added."""
 
     def _checkpoint_children(self) -> dict[str, object]:
-        """Return the children by name, without those that depend on another object."""
+        """Return the children by name, without those that depend on a different object."""
         return dict(self._children)
 
     def _checkpoint_dependents(self) -> list[Dependent]:
-        """Return the children that depend on another object, in the order they came in."""
+        """Return the children that depend on a different object, in the order of their addition."""
         return list(self._dependents)
 
     def _deferred_slots(self) -> Mapping[str, Callable[[Any], Any]]:
-        """Return what makes the children that a variable will get once it needs them."""
-        # By name: each is called with the variable, and returns the child without attaching it.
-        # Until the child is there, the state of this object is that of a new one.
+        """Return functions that create the children that a variable will get once needed."""
+        # By name. Each is called with the variable, and returns the child without attaching it.
+        # Until the child exists, the state of this object is that of a new one.
         return {}
 
     def _attach_child(self, name: str, child: object, *, of: object = None) -> None:
-        """Add a child or a dependent; **Collective** where a restore waits for it."""
-        # The restore fills the child first. If the child refuses that, it is not added.
+        """Add a child or a dependent; **Collective** if a restore waits for it."""
+        # The restore fills the child first. If that raises, the child is not added.
         if self._on_new_child is not None:
             self._on_new_child(name, child, of)
         if of is None:
@@ -68,7 +68,7 @@ class Trackable:
         units.on_undo(functools.partial(self._detach_last, name, of))
 
     def _detach_last(self, name: str, of: object) -> None:
-        """Be without the child or dependent that was added last."""
+        """Remove the child or dependent that was added last."""
         if of is None:
             self._children.pop(name, None)
         else:
@@ -76,14 +76,14 @@ class Trackable:
 
 
 class Reach(enum.Enum):
-    """How a walk has come to an object."""
+    """How a traversal has reached an object."""
 
     GIVEN = enum.auto()
-    """Through nothing but dicts, lists and tuples."""
+    """Only through dicts, lists and tuples."""
     CHILD = enum.auto()
-    """As a child of a trackable, or in dicts, lists and tuples that are one."""
+    """As a child of a trackable, or inside a child that is a dict, list or tuple."""
     ATTRIBUTE = enum.auto()
-    """Through an attribute of an object that may have others of any kind."""
+    """Through an attribute of an object, which may have other attributes of any kind."""
 
 
 def walk_objects(
@@ -94,8 +94,8 @@ def walk_objects(
     above: tuple[int, ...] = (),
 ) -> Iterator[tuple[str, Any, Reach]]:
     """Yield `thing` and the objects below it, parents first, unless `is_leaf` says to stop."""
-    # Children of trackables, items of containers, and attributes of other objects are below. Their
-    # names are joined to paths by `/`. Dependents are left to the caller.
+    # "Below" are children of trackables, items of containers, and attributes of other objects.
+    # Their names are joined to paths by `/`. The caller handles dependents.
     yield path, thing, reach
     if id(thing) in above or is_leaf(thing):  # a reference back up, as from a layer to its model
         return
@@ -116,7 +116,7 @@ def walk_objects(
 
 
 def has_attributes(thing: object) -> bool:
-    """Return whether `thing` is an object of the user's own, with attributes to walk."""
+    """Return whether `thing` is an object of a user's class, with attributes to traverse."""
     if (
         is_array(thing)
         or is_tensor(thing)
@@ -131,13 +131,13 @@ def has_attributes(thing: object) -> bool:
         )
     ):
         return False
-    # Our own objects show their state; a strategy that a model keeps is no part of it.
+    # Objects of mpistrat show their state; a strategy that a model keeps is not part of it.
     is_ours = type(thing).__module__.partition(".")[0] == "mpistrat"
     return not is_ours and (hasattr(thing, "__dict__") or hasattr(type(thing), "__slots__"))
 
 
 def _attributes(thing: object) -> dict[str, Any]:
-    """Return the attributes of `thing` itself, those in ``__slots__`` too."""
+    """Return the attributes of `thing` itself, including those in ``__slots__``."""
     found = {
         name: getattr(thing, name)
         for kind in type(thing).__mro__

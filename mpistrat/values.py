@@ -1,4 +1,4 @@
-"""Distributed values: one component per replica, of which this rank holds its own."""
+"""Distributed values: one component per replica. Each rank holds only its own components."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _ATTRIBUTES_OF_ARRAYS = frozenset(name for name in dir(np.ndarray) if name[0] !=
 
 
 class RefusedOperators:
-    """Base of values that look like arrays to a beginner, and on which nothing may be computed.
+    """Base of values that look like arrays but do not support arithmetic.
 
     Each use as an array raises `TypeError`, and each attribute of arrays `AttributeError`, with
     the text of `_why_no_array`.
@@ -47,7 +47,7 @@ class RefusedOperators:
 
     @abstractmethod
     def _why_no_array(self, what: str) -> str:
-        """Return the message of an error: `what` takes arrays only."""
+        """Return the error message for `what`, which takes only arrays."""
 
     if not TYPE_CHECKING:  # type checkers report an operator that is not defined
 
@@ -69,7 +69,7 @@ class RefusedOperators:
             return repr(self)
 
         def __eq__(self, other: object) -> bool:
-            # Without this, a comparison with a number would be False without a word.
+            # Without this, a comparison with a number would silently be False.
             if isinstance(other, numbers.Number | RefusedOperators) or hasattr(other, "dtype"):
                 raise TypeError(self._why_no_array("=="))
             return NotImplemented
@@ -109,13 +109,13 @@ _containers: weakref.WeakValueDictionary[int, DistributedValues[Any]]
 _containers = weakref.WeakValueDictionary()
 
 _by_storage: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-"""Variables, by the memory that views of their storage have as their base."""
+"""Variables by the id of their memory, which all views of it have as their base."""
 
 
 class DistributedValues(Generic[T_co]):
     """A value with one component per replica.
 
-    Each rank owns one replica and holds that component only.
+    Each rank holds only the components of the replicas that it runs, which is one by default.
 
     Examples
     --------
@@ -134,7 +134,7 @@ class DistributedValues(Generic[T_co]):
 
     @property
     def values(self) -> tuple[T_co, ...]:
-        """The components on this rank: a tuple with one element for each replica here. Local."""
+        """Components on this rank: a tuple with one element per replica of the rank. Local."""
         return (self._component,)
 
     def _own(self) -> Any:
@@ -155,10 +155,10 @@ class DistributedValues(Generic[T_co]):
 
 
 class PerReplica(RefusedOperators, DistributedValues[T_co]):
-    """A value that differs from replica to replica, such as each one's part of a batch.
+    """A value that differs between replicas, such as their parts of a batch.
 
     It has no operators and no attributes of arrays, because outside `Strategy.run` a result would
-    hold for this rank only. All of them raise `TypeError` (attributes `AttributeError`).
+    be valid on this rank only. All of them raise `TypeError` (attributes `AttributeError`).
     `numpy.asarray` returns this rank's component.
 
     Examples
@@ -173,9 +173,9 @@ class PerReplica(RefusedOperators, DistributedValues[T_co]):
     __slots__ = ("_batch", "_components", "_turn")
 
     _batch: tuple[int, int]
-    """Of a batch of a distributed dataset the pass, and its number in that; else not set."""
+    """Epoch and number of a batch from a distributed dataset; otherwise not set."""
     _num_here: ClassVar[ContextVar[int]] = ContextVar("_num_here", default=1)
-    """How many replicas the rank has of the one that runs here."""
+    """Number of replicas on the rank of the replica that runs here."""
 
     def __init__(self, component: T_co) -> None:
         self._component = component
@@ -184,14 +184,14 @@ class PerReplica(RefusedOperators, DistributedValues[T_co]):
         _containers[id(component)] = self
 
     def _join(self, components: Sequence[T_co], turn: Callable[[], int | None]) -> None:
-        """Take the components of all replicas of this rank: see `join_components`."""
+        """Store the components of all replicas of this rank: see `join_components`."""
         self._components, self._turn = tuple(components), turn
         for component in components:
             _containers[id(component)] = self
 
     @property
     def values(self) -> tuple[T_co, ...]:
-        """The components on this rank, in order of the replicas. Local."""
+        """Components on this rank, in the order of the replicas. Local."""
         return self._components
 
     def _own(self) -> Any:
@@ -220,7 +220,7 @@ class PerReplica(RefusedOperators, DistributedValues[T_co]):
         return f"PerReplica({', '.join(map(brief, self._components))})"
 
     def _why_no_array(self, what: str) -> str:
-        """Return the message of an error: `what` was called outside of `Strategy.run`."""
+        """Return the error message for `what`, which was called outside of `Strategy.run`."""
         return (
             f"{what} was given a PerReplica: forgot strategy.run? A PerReplica has one part per "
             "replica. Use strategy.reduce(op, value) to combine the parts, "
@@ -232,7 +232,7 @@ class PerReplica(RefusedOperators, DistributedValues[T_co]):
 class Mirrored(DistributedValues[T_co], NDArrayOperatorsMixin):
     """A value that is the same on all replicas, such as the result of a reduction.
 
-    It has the operators of arrays, and NumPy functions take it; their results are plain arrays.
+    It has the operators of arrays, and NumPy functions accept it. Their results are plain arrays.
 
     Examples
     --------
@@ -241,7 +241,7 @@ class Mirrored(DistributedValues[T_co], NDArrayOperatorsMixin):
     """
 
     __slots__ = ()
-    __array_priority__ = 101  # above that of CuPy's arrays
+    __array_priority__ = 101  # higher than the priority of CuPy's arrays
 
     def __rmatmul__(self, other: Any) -> Any:
         return unwrap_mirrored(other) @ self._component
@@ -258,7 +258,7 @@ class Mirrored(DistributedValues[T_co], NDArrayOperatorsMixin):
         return on_device(self._component)
 
     def _not_in_place(self, other: Any) -> Any:
-        return NotImplemented  # so that ``m += 1`` makes a new value, as for numbers
+        return NotImplemented  # so that ``m += 1`` creates a new value, as for numbers
 
     __iadd__ = __isub__ = __imul__ = __itruediv__ = __ifloordiv__ = __imod__ = _not_in_place
     __ipow__ = __ilshift__ = __irshift__ = __iand__ = __ixor__ = __ior__ = _not_in_place
@@ -294,15 +294,15 @@ class Mirrored(DistributedValues[T_co], NDArrayOperatorsMixin):
 class IndexedSlices:
     """Rows of a larger array: ``dense[indices[i]] = values[i]``.
 
-    Sequences become arrays; arrays and tensors stay what they are. For
-    `Variable.batch_scatter_update` alone, indices may have batch axes in front.
+    Sequences are converted to arrays; arrays and tensors are stored unchanged. Only for
+    `Variable.batch_scatter_update`, indices may have batch axes in front.
 
     Raises
     ------
     ValueError
-        If the lengths of `values` and `indices` differ, or `dense_shape` does not fit.
+        If the lengths of `values` and `indices` differ, or `dense_shape` does not match.
     TypeError
-        If `indices` are no integers, or `values` no numbers.
+        If `indices` are not integers, or `values` are not numbers.
 
     Examples
     --------
@@ -311,13 +311,13 @@ class IndexedSlices:
     """
 
     values: Array
-    """The rows, of shape ``(n, *dense_shape[1:])``, behind the batch axes if there are any."""
+    """Rows of shape ``(n, *dense_shape[1:])``, after the batch axes if there are any."""
     indices: Array
-    """The integer row numbers, of shape ``(n,)`` or ``(*batch, n)``; duplicates add up."""
+    """Integer row numbers of shape ``(n,)`` or ``(*batch, n)``; duplicates add up."""
     dense_shape: tuple[int, ...] | None = None
-    """The shape of the array that the rows belong to, where known."""
+    """Shape of the array that the rows belong to, if known."""
 
-    if TYPE_CHECKING:  # what is given may be less than what is kept
+    if TYPE_CHECKING:  # the arguments may have more general types than the fields
 
         def __init__(
             self,
@@ -384,7 +384,7 @@ def _kind(array: Any) -> str:
 def join_components(components: Sequence[T], turn: Callable[[], int | None]) -> PerReplica[T]:
     """Return the `PerReplica` of the components of several replicas on this rank.
 
-    `turn` returns the position of the replica that runs, ``None`` outside of all.
+    `turn` returns the position of the replica that runs, or ``None`` outside of replicas.
     """
     joined = PerReplica(components[0])
     joined._join(components, turn)
@@ -398,12 +398,12 @@ def is_value(leaf: object) -> bool:
 
 
 def local_component(leaf: Any) -> Any:
-    """Return this rank's component of a distributed value, anything else as it is."""
+    """Return this rank's component of a distributed value, and anything else unchanged."""
     return leaf._own() if isinstance(leaf, DistributedValues) else leaf
 
 
 def batches_of(nest: Any) -> Sequence[tuple[int, int]]:
-    """Return of each batch of a distributed dataset in `nest` the pass, and its number in that."""
+    """Return epoch and number of each batch in `nest` that is from a distributed dataset."""
     if isinstance(nest, PerReplica):
         batch = getattr(nest, "_batch", None)
         return () if batch is None else (batch,)
@@ -422,19 +422,18 @@ def localize(nest: Any) -> Any:
 
 
 def per_replica(nest: Any) -> Any:
-    """Return `nest` with each array or number as a `PerReplica` of it."""
+    """Return `nest` with each array or number wrapped in a `PerReplica`."""
     return nests.map_nest(lambda leaf: PerReplica(leaf) if is_value(leaf) else leaf, nest)
 
 
 def mirror(nest: Any) -> Any:
-    """Return `nest` with each array or number as a `Mirrored` of it."""
+    """Return `nest` with each array or number wrapped in a `Mirrored`."""
     return nests.map_nest(lambda leaf: Mirrored(leaf) if is_value(leaf) else leaf, nest)
 
 
 def register_storage(storage: Array, variable: Any) -> None:
-    """Have `container_of` return `variable` for views of its `storage`."""
-    # NumPy gives a view of a view the owner of the memory as its base, so views of any depth find
-    # it.
+    """Let `container_of` return `variable` for views of its `storage`."""
+    # The base of a NumPy view is always the owner of the memory, even for views of views.
     memory = storage if storage.base is None else storage.base
     _by_storage[id(memory)] = variable
 
@@ -447,5 +446,5 @@ def container_of(value: Any) -> Any:
 
 
 def unwrap_mirrored(leaf: Any) -> Any:
-    """Return the component of a `Mirrored` value, anything else as it is."""
+    """Return the component of a `Mirrored` value, and anything else unchanged."""
     return leaf.values[0] if isinstance(leaf, Mirrored) else leaf

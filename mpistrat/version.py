@@ -1,10 +1,10 @@
-"""The version of the package, and what else all ranks of a job must have in common."""
+"""The version of the package, and of the formats that all ranks of a job must share."""
 
 from pathlib import Path
 
 
 def _built_version() -> str:
-    """Return what setuptools-scm has found in the tags when the package was built."""
+    """Return the version that setuptools-scm found in the tags when the package was built."""
     try:
         return Path(__file__).with_name("_version.txt").read_text(encoding="ascii").strip()
     except OSError:  # a checkout that was never installed
@@ -14,10 +14,10 @@ def _built_version() -> str:
 __version__ = _built_version()
 
 ORDER_VERSION = 4
-"""Raised whenever an unchanged data set gets another order, so that old positions are refused."""
+"""Incremented when the order of an unchanged dataset changes, so that old positions raise."""
 
 CHECKPOINT_FORMAT_VERSION = 2
-"""The highest of the files that this version writes and reads."""
+"""Highest format version of the files that this version writes and reads."""
 
 PROTOCOL_VERSION = 1
-"""Of what ranks send each other, by MPI and on the side channel."""
+"""Version of the data that ranks send each other, by MPI and on the side channel."""

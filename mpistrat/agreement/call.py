@@ -23,18 +23,18 @@ from mpistrat.tracing.spans import Recorder, active, mark
 _C = TypeVar("_C", bound="Call")
 
 _CALL, _ALL_CALL, _AGREED, _DONE = Status.CALL, Outcome.ALL_CALL, State.AGREED, State.DONE
-"""Module names are found faster than members of their classes, at each collective."""
+"""Names of the module are faster to look up than class members, in each collective."""
 
 
 class Call:
-    """Context manager around a collective call: checks, then `agree`, then the data."""
+    """Context manager around a collective call: first checks, then `agree`, then the data."""
 
-    # Where the check raises on this rank, it brings a refusal to the round in place of a call. If
-    # all ranks refuse, each raises its own error and the strategy stays usable; if only some do,
-    # the others raise a `CollectiveMismatchError` that names them.
+    # If the check raises on this rank, the rank contributes a refusal to the round, not a call. If
+    # all ranks refuse, each raises its own error and the strategy stays usable. If only some do,
+    # the other ranks raise a `CollectiveMismatchError` that names them.
 
     _place: Place = None
-    """The line of the user's code, once this has begun."""
+    """The line of the user's code, once the call has begun."""
 
     def __init__(
         self,
@@ -48,33 +48,33 @@ class Call:
         self.kind = kind
         self.name = name
         self.own_timeout_s = timeout_s
-        """What the call was given, ``None`` where that of the channel holds."""
+        """The limit that the call was passed, ``None`` to use the channel's limit."""
         self.timeout_s = channel.timeout_s if timeout_s is None else timeout_s
         self.owner = owner
         self._agreed = False
         self.is_moving = False
-        """Whether the other ranks wait for what this one brings, so that an error leaves them."""
+        """Whether other ranks wait for data of this rank, which an error would deny them."""
         self._entry: FlightEntry | None = None
         self.recorder: Recorder | None = None
-        """The timeline, where there is one."""
+        """The timeline, if there is one."""
         self.moved: dict[str, Any] = {}
-        """For the timeline: bytes, and the reducer that moves them."""
+        """For the timeline: the number of bytes, and the reducer that moves them."""
         self._extra = 0
         self._extra_text = ""
 
     def __enter__(self: _C) -> _C:
-        # As `take_channel` and, in `__exit__`, `leave_channel`, without the calls of methods.
+        # Does the same as `take_channel` and, in `__exit__`, `leave_channel`, without method calls.
         channel = self.channel
         is_taken = channel.lock.acquire(False)
         if not is_taken or channel.inside is not None:
             self._refuse_overlap(is_taken)
         channel.inside = self.kind
-        # From here on the channel is taken. Whatever raises, a KeyboardInterrupt included, must
-        # give it back, or every later call is refused as an overlap.
+        # From here on the channel is taken. Any error, even a KeyboardInterrupt, must release it,
+        # or every later call raises an overlap error.
         try:
             if channel.closed is not None:
                 channel.check_open(self.owner)
-            # Not later: here the user's frame is near, and each frame looked at costs.
+            # Here, not later: the user's frame is near, and each frame to look at takes time.
             self._place = users_place(sys._getframe(2))
             self.recorder = active()
             self._end_mark = None if self.recorder is None else mark(self.kind)
@@ -87,12 +87,12 @@ class Call:
         """Begin, or raise a `ContextError` on all ranks inside another collective."""
         if not self.channel.enter(self.kind):
             # `enter` fails for two reasons, and the lock tells which: only the thread that is in
-            # the other collective gets it a second time.
+            # the other collective can acquire it a second time.
             is_taken = self.channel.lock.acquire(False)
             self._refuse_overlap(is_taken)
 
     def _refuse_overlap(self, is_taken: bool) -> NoReturn:
-        """Raise, as this rank is in another collective; `is_taken` says of this thread."""
+        """Raise because this rank is in another collective; `is_taken`: on this thread."""
         channel = self.channel
         outer, site = channel.inside or "another collective", call_site()
         if is_taken:
@@ -106,17 +106,17 @@ class Call:
             what = f"{self.kind} was called while another thread of this rank was in {outer}"
             remedy = "Make all collective calls of a strategy from one thread at a time."
         error = errors.ContextError(f"{what}, at {site}. {remedy}")
-        # Only the first one: the others know nothing of it yet, and one refusal makes the ranks
-        # differ.
+        # Only the first overlap: the other ranks do not know of it yet, and one refusal is enough
+        # to make the ranks differ.
         if channel.overlap is None:
             channel.overlap = Overlap(error, what, site)
-        # Usually the outer call is still inside, and does this at its end. Here it counts only if
-        # that one has ended in the meantime on a different thread.
+        # Usually the outer call is still inside, and reports this at its end. This line reports
+        # only if that call has ended in the meantime on a different thread.
         self._report_overlap()
         raise error
 
     def leave_channel(self, error: BaseException | None) -> None:
-        """End, and report a collective that was called meanwhile."""
+        """End the call, and report a collective that was called meanwhile."""
         self.channel.leave()
         if self.channel.overlap is not None:
             self.end_overlap(error)
@@ -128,18 +128,18 @@ class Call:
         if overlap is None:
             return
         if error is not None and self._agreed and channel.closed is None:
-            # It may have come between two messages, which the others still wait for.
+            # It may have been called between two messages, for which the other ranks still wait.
             channel.leave_alone(f"{overlap.what} at {overlap.site}", overlap.what)
         self._report_overlap()
-        # The other ranks may have met this call in the place of the second one, or the reverse.
+        # Other ranks may have matched this call with the second one, or the reverse.
         if error is None and (self._agreed or channel.closed is not None):
             raise errors.ContextError(str(overlap.error))
 
     def _report_overlap(self) -> None:
-        """Bring a refusal for a collective called within another one. **Collective**."""
+        """Contribute a refusal for a collective called within another one. **Collective**."""
         channel = self.channel
         if not channel.enter(self.kind):
-            return  # whoever is inside reports it at the end
+            return  # the thread that is inside reports it at the end
         try:
             overlap, channel.overlap = channel.overlap, None
             if overlap is not None and channel.closed is None:
@@ -155,7 +155,7 @@ class Call:
 
     @contextlib.contextmanager
     def moving(self) -> Iterator[None]:
-        """Set `is_moving` within the ``with`` block, and leave it set where that raises."""
+        """Set `is_moving` within the ``with`` block, and keep it set if the block raises."""
         self.is_moving = True
         yield
         self.is_moving = False
@@ -165,15 +165,16 @@ class Call:
         return (self.kind, self.name, self.owner, *details)
 
     def agree_on(self, signature: tuple[Any, ...]) -> None:
-        """Do `agree` for a `signature` made before, and set `is_moving`. **Collective**."""
-        # Before the vote. If that raises, this rank has contributed to the round already, and
-        # `__exit__` must not start a second round with a refusal.
+        """Do `agree` for a `signature` created before, and set `is_moving`. **Collective**."""
+        # Set before the vote. If the vote raises, this rank has contributed to the round already,
+        # and `__exit__` must not start a second round with a refusal.
         self._agreed = True
         channel = self.channel
         if not channel.checks:
             if channel.departures.found:
                 channel.check_complete(self.kind)
-            # Nobody has compared the calls, but the others wait for data from here on anyway.
+            # The ranks have not compared the calls, but the other ranks wait for data from here on
+            # anyway.
             self.is_moving = True
             return
         # A call may consist of several collectives, each with its own entry.
@@ -189,13 +190,13 @@ class Call:
         entry.state = _AGREED
 
     def disagreement(self, signature: tuple[Any, ...]) -> errors.CollectiveError:
-        """Return the error to raise where the ranks do not agree on it. **Collective**."""
+        """Return the error to raise if the ranks do not agree on `signature`. **Collective**."""
         channel = self.channel
         report = channel.report(self.format_signature(*signature[3:]), call_site())
         return channel.disagreement(channel.exchange_reports(report))
 
     def resume(self, entry: FlightEntry | None, is_moving: bool) -> None:
-        """Take over what `FastReduction` has begun in place of this call, to end it."""
+        """Continue and end a call that `FastReduction` has begun in its place."""
         self._place = users_place(sys._getframe(2))
         self._agreed = entry is not None or is_moving
         self._entry = entry
@@ -203,7 +204,7 @@ class Call:
         self._end_mark = None
 
     def begin(self, signature: tuple[object, ...]) -> FlightEntry:
-        """Note in the flight record that this rank comes to its next collective."""
+        """Record in the flight record that this rank reaches its next collective."""
         if self._entry is not None:
             self.end(self._entry, State.DONE)
         channel = self.channel
@@ -212,7 +213,7 @@ class Call:
         return entry
 
     def end(self, entry: FlightEntry, state: str) -> None:
-        """Note the end of one collective of this call."""
+        """Record the end of one collective of this call."""
         entry.ended_ns = monotonic_ns()
         entry.state = state
         self._entry = None
@@ -221,25 +222,25 @@ class Call:
             self.moved = {}
 
     def note_moved(self, num_bytes: int, implementation: str) -> None:
-        """Show in the timeline how many bytes have moved, and by what."""
+        """Show in the timeline how many bytes were moved, and by which implementation."""
         if self.recorder is not None:
             self.moved["bytes"] = self.moved.get("bytes", 0) + num_bytes
             self.moved["implementation"] = implementation
 
     def show_received(self, arrays: Sequence[Any]) -> None:
-        """Show what came from other ranks to a fault that is waiting for it."""
+        """Pass data from other ranks to a fault injection that waits for them."""
         if self.channel.on_received is not None:
             for array in arrays:
                 self.channel.on_received(array)
 
     @staticmethod
     def number_of(number: float) -> int:
-        """Return the integer that stands for `number` in a digest."""
+        """Return the integer that represents `number` in a digest."""
         return int.from_bytes(struct.pack("d", number), "big")
 
     def include(self, number: float, text: str) -> None:
         """Add `number` to the next agreement, and `text` about it to error messages."""
-        # Not a detail: a signature that stays equal is digested only once.
+        # Not a detail, because a signature that stays equal is digested only once.
         self._extra = self.number_of(number)
         self._extra_text = text
 
@@ -251,7 +252,7 @@ class Call:
             self._extra_text = f"{self._extra_text} {text}".lstrip()
 
     def format_signature(self, *details: object) -> str:
-        """Return the call as error messages show it."""
+        """Return the call in the form for error messages."""
         name = f" of {self.name!r}" if self.name is not None else ""
         if self.channel.num_strategies > 1:
             name += f" (strategy {self.owner})"
@@ -266,7 +267,7 @@ class Call:
     ) -> None:
         try:
             # Only for an `Exception`. After a KeyboardInterrupt or SystemExit this rank ends, and
-            # its last round tells the others.
+            # its last round tells the other ranks.
             if not self._agreed and isinstance(error, Exception) and not self.channel.closed:
                 self._refuse(error)
             elif self._entry is not None:
@@ -277,7 +278,7 @@ class Call:
             if self._end_mark is not None:
                 self._end_mark()
             channel = self.channel
-            # Before the overlap is reported: that is itself a collective, and enters the
+            # Before the overlap is reported: the report is itself a collective, and enters the
             # channel again.
             channel.inside = None
             channel.lock.release()
@@ -291,13 +292,13 @@ class Call:
                     channel.note_end(self.owner)
 
     def _leave_data(self, error: BaseException) -> None:
-        """Report that this rank brings no more of the data that the others wait for."""
+        """Report that this rank will not send the data for which other ranks wait."""
         channel = self.channel
-        if channel.closed is None and channel.overlap is None:  # which is reported in its own way
+        if channel.closed is None and channel.overlap is None:  # an overlap is reported separately
             channel.leave_interrupted(f"transfer of data in {self.kind}", error)
 
     def _refuse(self, error: Exception) -> None:
-        """Report to the others that this rank cannot make the call."""
+        """Report to the other ranks that this rank cannot make the call."""
         what = f"{self.kind} refused its arguments ({type(error).__name__}: {text_of(error)})"
         self._bring_refusal(error, self.kind, what, call_site())
 
@@ -308,14 +309,14 @@ class Call:
             return
         entry = self.begin((self.kind, self.name, self.owner, f"refused: {type(error).__name__}"))
         try:
-            # Without the arguments: ranks whose arguments are bad in different ways all refuse the
-            # same, and the strategy stays usable.
+            # Without the arguments: if all ranks refuse for different bad arguments, their refusals
+            # are equal, and the strategy stays usable.
             outcome = channel.vote(Status.REFUSAL, (subject, "refused"), self.timeout_s)
         finally:
             self.end(entry, State.REFUSED)
         if outcome is not Outcome.ALL_REFUSE:
             # Ranks that made a call raise a disagreement, and need this report for it. This rank
-            # raises its own error, so the one returned here is dropped.
+            # raises its own error, so it drops the error that is returned here.
             report = channel.report(what, site, cause=True)
             channel.disagreement(channel.exchange_reports(report))
 
@@ -323,10 +324,10 @@ class Call:
 class CommonOutcome:
     """Context manager around work that fails on all ranks if it fails on any."""
 
-    # **Collective** at its end, in one round, so the ranks must be known to do the same work: an
-    # earlier agreement of the same public call. Ranks that failed raise their own error, the
-    # others one of the same class and text, and the strategy stays usable. The body must not
-    # contain collectives that a failing rank would miss.
+    # **Collective** at its end, in one round. The ranks must be known to do the same work, by an
+    # earlier agreement of the same public call. Ranks that failed raise their own error, the others
+    # raise one of the same class and text, and the strategy stays usable. The body must not contain
+    # collectives that a failing rank would miss.
 
     def __init__(
         self,
@@ -340,10 +341,10 @@ class CommonOutcome:
         self._call = Call(channel, kind, name, timeout_s, owner)
 
     def __enter__(self) -> None:
-        # Takes part in no round, and ends here. While the body runs, the channel is free for the
-        # collectives in it.
+        # This call takes part in no round, and ends here. While the body runs, the channel is free
+        # for the collectives in it.
         with self._call:
-            pass  # finds the user's line, for messages
+            pass  # only to find the user's line, for messages
 
     def __exit__(
         self,
@@ -351,7 +352,7 @@ class CommonOutcome:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # A KeyboardInterrupt or SystemExit ends this rank, which its last round reports.
+        # A KeyboardInterrupt or SystemExit ends this rank, and its last round reports that.
         if self.channel.closed or (error is not None and not isinstance(error, Exception)):
             return
         call, channel = self._call, self.channel
@@ -378,13 +379,13 @@ class CommonOutcome:
         """Return the JSON `value` of every rank, once all have succeeded. **Collective**."""
         call, channel = self._call, self.channel
         call.take_channel()
-        # Agreed in the round of `__exit__`. There is no further round, and an error from here on
-        # leaves data that the others wait for.
+        # The round of `__exit__` has agreed. There is no further round, and an error from here on
+        # leaves other ranks waiting for data.
         call._agreed = True
         error: BaseException | None = None
         try:
             return channel.exchange(value)
-        except BaseException as raised:  # of a signal handler: the others wait for this rank
+        except BaseException as raised:  # from a signal handler: other ranks wait for this one
             error = raised
             call._leave_data(raised)
             raise
@@ -407,7 +408,7 @@ class CommonOutcome:
 
 
 class AllOrNone(CommonOutcome):
-    """`CommonOutcome` of work that the ranks agree to begin, in a round before it."""
+    """`CommonOutcome` for work that the ranks agree to begin, in an extra round before it."""
 
     def __enter__(self) -> None:
         with self._call as call:
@@ -416,7 +417,7 @@ class AllOrNone(CommonOutcome):
 
 def _raise_for_all(channel: Channel, report: dict[str, Any], own: Exception | None) -> None:
     reports = channel.exchange_reports(report)
-    # A rank may have brought a different call to this round. Then there is no common outcome.
+    # A rank may have contributed a different call to this round. Then there is no common outcome.
     if any(each.get("verdict") != report["verdict"] for each in reports):
         raise channel.disagreement(reports)
     if own is not None:
@@ -424,16 +425,16 @@ def _raise_for_all(channel: Channel, report: dict[str, Any], own: Exception | No
     rank, first = next((r, each) for r, each in enumerate(reports) if "error" in each)
     text = f"{first['text']} (on {channel.place(rank)})"
     error = _rebuilt(first["error"], text)
-    # So that the rank where the work failed prints its traceback for the job, and not this one.
+    # So that only the rank on which the work failed prints its traceback for the job.
     vars(error)["_caused_elsewhere"] = True
     raise error
 
 
 def _rebuilt(name: str, text: str) -> Exception:
-    """Return an exception of the class that another rank raised."""
+    """Return an exception of the class that a different rank raised."""
     cls: Any = getattr(errors, name, None) or getattr(builtins, name, None)
     try:
         error = cls(text)
     except TypeError:
-        error = None  # a class that this rank does not know, or that takes more than one text
+        error = None  # an unknown class, or one that takes more than a string
     return error if isinstance(error, Exception) else errors.MpistratError(f"{name}: {text}")

@@ -1,4 +1,4 @@
-"""Departures of ranks from a channel, and the protocol by which its ranks report them."""
+"""Departures of ranks from a channel, and the protocol by which ranks report them."""
 
 from __future__ import annotations
 
@@ -11,56 +11,56 @@ from mpistrat.system.text import rank_list, ranks_by_value
 
 
 class Departure(NamedTuple):
-    """The end of the collectives of one rank, as it or another one reports it."""
+    """The end of the collectives of one rank, as that rank or a different one reports it."""
 
     act: str
-    """What it did, as a verb: one of those in `_CAUSES`."""
+    """What the rank did, as a verb: a key of `_CAUSES`."""
     what: str
     waited_s: float | None = None
-    """How long it had waited for other ranks, where it gave up because of that."""
+    """How long it had waited for other ranks, if it gave up because of that."""
 
 
 class Peers(Protocol):
-    """The other ranks of a channel, asked without MPI, from any thread."""
+    """The other ranks of a channel, queried without MPI, from any thread."""
 
     def lowest_waiting(self) -> int:
         """Return the lowest rank that waits in the same collective as this one."""
 
     def describe(self, site: str) -> tuple[str, str]:
-        """Return the ranks that this one, at `site`, waits for in words, and a table of all."""
+        """Return in words the ranks for which this one waits at `site`, and a table of all."""
 
     def describe_rank(self, rank: int) -> str:
-        """Return where one rank is, in words."""
+        """Return in words where one rank is."""
 
     def offer_to_leave(self, site: str, departure: Departure) -> tuple[str, str] | None:
-        """Do `describe`, and keep ranks that are missing from coming; ``None`` without any."""
+        """Do `describe`, and keep missing ranks from arriving; ``None`` if no rank is missing."""
 
     def report_failure(self) -> None:
-        """Report to each other rank, soon, that a function has failed on this one."""
+        """Report to each other rank, with a delay, that a function has failed on this rank."""
 
     def report_departure(self, departure: Departure, at_once: bool = True) -> None:
-        """Report to each rank that waits that this one has left the channel.
+        """Report to each waiting rank that this rank has left the channel.
 
-        If not `at_once`, soon, unless this rank ends before, which says more.
+        If not `at_once`, report with a delay, unless this rank ends before: its end says more.
         """
 
     def describe_lost(self) -> str:
-        """Return a table of the ranks whose data will never come, empty without any."""
+        """Return a table of the ranks whose data will never arrive, empty if there are none."""
 
     def deliver(self, texts: Sequence[str]) -> bool:
-        """Send lines to rank 0 to print, and return whether it accepted them."""
+        """Send lines for rank 0 to print, and return whether it accepted them."""
 
     def is_first_to_end(self) -> bool:
-        """Return whether no lower rank has come to the end of the program."""
+        """Return whether no lower rank has reached the end of the program."""
 
     def is_root_at_work(self) -> bool:
-        """Return whether rank 0 is still finishing a file for all."""
+        """Return whether rank 0 is still finishing a file for all ranks."""
 
     def wait_for_work(self) -> None:
-        """Wait until no rank is finishing a file, which the end of the job would lose."""
+        """Wait until no rank is finishing a file that would be lost at the end of the job."""
 
     def leave(self) -> None:
-        """End the watches among the ranks, when all of them close the channel."""
+        """End the watch over the ranks, when all of them close the channel."""
 
     def report_end_of_job(self, limit_s: float) -> None:
         """Report to each other rank, within `limit_s` seconds, that this one ends the job."""
@@ -70,7 +70,7 @@ class Overlap(NamedTuple):
     """A collective that was called while this rank was in another one."""
 
     error: ContextError
-    """Raised by the second call."""
+    """The error that the second call raised."""
     what: str
     site: str
 
@@ -79,36 +79,36 @@ class Failure(NamedTuple):
     """A replica or merge function that raised on one rank, which may have caught the error."""
 
     number: int
-    """Of the collectives that the rank had come to."""
+    """Number of collectives that the rank had reached."""
     failures: int
     """How many functions have failed there since the start: see `Ledger`."""
     what: str
 
 
 class Departures:
-    """What a rank knows of other ranks that have left or failed, noted from any thread."""
+    """What a rank knows of other ranks that have left or failed, recorded from any thread."""
 
     def __init__(self, ranks: Sequence[int] = ()) -> None:
         self.ranks = ranks
-        """What messages call the ranks of the channel."""
+        """Names of the channel's ranks in messages."""
         self.found: dict[int, Departure] = {}
-        """Of each rank that will never come."""
+        """Departures of the ranks that will never arrive."""
         self.failures: dict[int, Failure] = {}
         """The last failure of each rank."""
         self.unreported: Departure | None = None
-        """That of this rank, until a collective can report it."""
+        """The departure of this rank, until a collective can report it."""
         self.listener: Callable[[int], object] = bool
-        """Called with a rank whose process has died, a while later, from any thread."""
+        """Called with a rank whose process has died, with a delay, from any thread."""
         self._lock = threading.Lock()
-        """Held while an offer is looked at, which may be taken out of `found` again."""
+        """Held while an offer is checked, which may be removed from `found` again."""
 
     def offer(self, rank: int, departure: Departure, has_come: Callable[[], bool]) -> bool:
         """Record that `rank` leaves unless this rank `has_come`, and return whether it has."""
         with self._lock:
-            # In this order. `Channel.vote` counts its collective first and looks at `found` second;
-            # here the departure is noted first and the count looked at second. So at least one side
-            # sees the other. If both looked first, this rank could wait for a rank that has given
-            # it up.
+            # The order matters. `Channel.vote` counts its collective first and looks at `found`
+            # second; here the departure is noted first and the count is checked second. So at least
+            # one side sees the other. If both looked first, this rank could wait for a rank that
+            # has given up on it.
             known = self.found.setdefault(rank, departure)
             comes = has_come()
             # An earlier departure of that rank is final, whatever this rank has counted since.
@@ -117,7 +117,7 @@ class Departures:
         return comes
 
     def error(self, where: str) -> CollectiveError | None:
-        """Return the error of this rank, which is `where`, if another one has left."""
+        """Return the error of this rank, which is `where`, if a different rank has left."""
         with self._lock:
             found = {self._name(rank): each for rank, each in self.found.items()}
             return departure_error(found, where) if found else None
@@ -126,19 +126,19 @@ class Departures:
         return self.ranks[rank] if self.ranks else rank
 
     def lost(self) -> dict[int, str]:
-        """Return the ranks whose processes have died, each with what is known of it."""
+        """Return the ranks whose processes have died, each with a description."""
         # A copy: the thread of the monitor may add a rank during the loop, and a dict that grows
         # meanwhile raises RuntimeError.
         return {rank: each.what for rank, each in list(self.found.items()) if each.act == "ended"}
 
     def waited_s(self) -> float | None:
-        """Return how long a rank has waited that gave up because of that, if there is one."""
+        """Return how long a rank had waited when it gave up, if one has."""
         with self._lock:
             return next((each.waited_s for each in self.found.values() if each.waited_s), None)
 
     def failed_before(self, number: int, failures: int) -> dict[int, Departure]:
-        """Return the ranks that cannot come to collective `number` as after `failures` failures."""
-        # The counts only rise, and ranks with different ones do not agree.
+        """Return the ranks whose failures keep them from matching collective `number`."""
+        # The counts only rise, and ranks with different counts do not agree.
         return {
             self._name(rank): Departure("failed", each.what)
             for rank, each in self.failures.items()
@@ -147,7 +147,8 @@ class Departures:
 
 
 _CAUSES = {"ended": False, "gave up": False, "left": True, "failed": True}
-"""Whether another rank reports the cause, by what a rank did. One that is waited for is a cause."""
+"""Whether a rank that has left reports the cause itself. A rank that died cannot; if it gave up,
+this rank is the cause."""
 
 
 def departure_error(departures: Mapping[int, Departure], where: str) -> CollectiveError:

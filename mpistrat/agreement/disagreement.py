@@ -1,4 +1,4 @@
-"""Texts of disagreements: which ranks are where, and what to do about it."""
+"""Messages about disagreements: which ranks are where, and what to do about it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CALL = re.compile(r"[^'\"]* of ('[^']*'|\"[^\"]*\")|\S+")
 def disagreement_error(
     reports: Sequence[dict[str, Any]], rank: int, ranks: Sequence[int] | None = None
 ) -> CollectiveError:
-    """Return the error of `rank` for the `Channel.report` of each rank, called as in `ranks`."""
+    """Return the error of `rank` for the `Channel.report` of each rank, named as in `ranks`."""
     names = range(len(reports)) if ranks is None else ranks
     by_name = dict(zip(names, reports, strict=True))
     guilty = [each for each, report in by_name.items() if report["cause"]]
@@ -34,17 +34,18 @@ def disagreement_error(
             "Every rank must make the same collective calls in the same order, with the same "
             "op, dtype, shape, structure and name."
         )
-    # A rank that has failed may say that others did first, in another group of ranks.
+    # A rank that has failed may report that other ranks failed first, in a different group of
+    # ranks.
     has_failed = any(by_name[each].get("failed") for each in ended)
     error._caused_elsewhere = names[rank] not in guilty and (bool(guilty) or has_failed)
     return error
 
 
 def _describe_disagreement(reports: Mapping[int, dict[str, Any]]) -> str:
-    """Return the table of which ranks are where, for the `Channel.report` of each, and a remedy."""
+    """Return a table of which ranks are where, from the `Channel.report` of each, and a remedy."""
     counters_differ = len({_counters(report) for report in reports.values()}) > 1
     has_runs = any(any(_counters(report)[1:-1]) for report in reports.values())  # torch has none
-    # Ranks may have passed over different batches, and work on the same one now.
+    # Ranks may have processed different batches before, and now work on the same one.
     num_before, num_now = (
         len({str(report[name]) for report in reports.values()}) for name in ("batches", "batch")
     )
@@ -57,7 +58,7 @@ def _describe_disagreement(reports: Mapping[int, dict[str, Any]]) -> str:
 
 
 def _remedy(reports: Mapping[int, dict[str, Any]]) -> list[str]:
-    """Return a line about a call that only some ranks make, as under ``if rank == 0``."""
+    """Return a line about a call that only some ranks make, for example under ``if rank == 0``."""
     calls_without_values = {_VALUES.sub("", report["what"]) for report in reports.values()}
     if len(calls_without_values) == 1 and any(_VALUES.search(r["what"]) for r in reports.values()):
         return [
@@ -85,7 +86,7 @@ def _remedy(reports: Mapping[int, dict[str, Any]]) -> list[str]:
     if 2 * len(ranks) > len(reports):
         return []
     if len(calls) == 2 and {len(ranks) for ranks in calls.values()} == {len(ranks)}:
-        # Nothing tells which half of the ranks is right.
+        # It is unknown which half of the ranks is right.
         both = " and ".join(calls)
         return [f"{both} are collective calls: every rank must make both, in the same order."]
     return [

@@ -13,8 +13,8 @@ from mpistrat.errors import CollectiveError
 class GroupChannel(Channel):
     """The channel of some `ranks` of `parent`, whose counters it shares.
 
-    When the agreement ends on one of them it ends on all that belong together, so that no rank
-    waits in one group for ranks that have failed in another.
+    If the agreement ends on one of these channels, it ends on all channels that belong together, so
+    that no rank waits in one group for ranks that have failed in a different one.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class GroupChannel(Channel):
         self.checks = parent.checks
 
     def note_end(self, owner: int) -> None:
-        """Close what belongs together, if the agreement has ended in a call of `owner`."""
+        """Close the channels that belong together, if the agreement ended in a call of `owner`."""
         super().note_end(owner)
         if isinstance(self.closed, CollectiveError):
             for channel in (self.parent, *self.parent.groups.values()):
@@ -40,46 +40,46 @@ class GroupChannel(Channel):
 
 
 class _GroupLedger(Ledger):
-    """Counters of a group: its own collectives, and what its ranks do on the `parent`."""
+    """Counters of a group: its own collectives, and the other counters of the `parent`."""
 
     def __init__(self, parent: Ledger) -> None:
-        # Not the constructor of the dataclass: most of its fields are properties here, which it
-        # would set.
+        # Not the constructor of the dataclass: it would set all fields, and most of them are
+        # properties here.
         self._parent = parent
         self.sequence = 0
         self._mixed = ((), 0)
 
     @property
     def batches(self) -> int:  # type: ignore[override]
-        """64 bits that stand for the batches passed to `Strategy.run`."""
+        """64 bits that represent the batches passed to `Strategy.run`."""
         return self._parent.batches
 
     @property
     def batch(self) -> tuple[int, int] | None:  # type: ignore[override]
-        """The last of them: the pass, and its number in that."""
+        """The last batch: its epoch, and its number in that epoch."""
         return self._parent.batch
 
     @property
     def runs(self) -> int:  # type: ignore[override]
-        """Calls of `Strategy.run` begun."""
+        """Number of calls of `Strategy.run` that have begun."""
         return self._parent.runs
 
     @property
     def merge_calls(self) -> int:  # type: ignore[override]
-        """Calls of `ReplicaContext.merge_call` begun."""
+        """Number of calls of `ReplicaContext.merge_call` that have begun."""
         return self._parent.merge_calls
 
     @property
     def updates(self) -> int:  # type: ignore[override]
-        """Calls of `StrategyExtended.update` begun."""
+        """Number of calls of `StrategyExtended.update` that have begun."""
         return self._parent.updates
 
     @property
     def failures(self) -> int:  # type: ignore[override]
-        """Functions passed to those three that raised."""
+        """Number of functions passed to those three that raised."""
         return self._parent.failures
 
     @property
     def last_failure(self) -> str:  # type: ignore[override]
-        """The error of the last of them, and where."""
+        """The error of the last such function, and where it was raised."""
         return self._parent.last_failure

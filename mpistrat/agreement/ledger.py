@@ -1,4 +1,4 @@
-"""Ledger of collectives: how far a rank is, as the digest that the ranks compare."""
+"""Ledger of collectives: the progress of a rank, as the digest that the ranks compare."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ SPREAD = (
 
 
 class Status(enum.IntEnum):
-    """The status that a rank brings to a round."""
+    """The status that a rank contributes to a round."""
 
     CALL = 0
-    """A collective that it is ready to make."""
+    """A collective that the rank is ready to make."""
     REFUSAL = 1
     """An error: the arguments of its call are bad, or its part of some work failed."""
     END = 2
-    """It has left the program."""
+    """The rank has left the program."""
 
 
 class Outcome(enum.Enum):
@@ -45,13 +45,13 @@ class Outcome(enum.Enum):
 
 
 class Signature(tuple[Any, ...]):
-    """The tuple that ranks compare, with its digest, for calls that are made repeatedly."""
+    """The tuple that ranks compare, with its digest, for calls that are repeated."""
 
     digest: int | None = None
 
 
 def call_name(signature: object) -> str:
-    """Return the name of the public function that `signature` is of."""
+    """Return the name of the public function to which `signature` belongs."""
     return str(signature[0]) if isinstance(signature, tuple) else str(signature)
 
 
@@ -72,33 +72,33 @@ class Ledger:
     """Counters of one rank on one channel, equal on ranks that agree."""
 
     usual_at: int = -1
-    """The collective at which the first replica of a rank has found that nothing is unusual."""
+    """The collective for which the first replica of a rank has found nothing unusual."""
     sequence: int = 0
     """Number of the next collective."""
     runs: int = 0
-    """Calls of `Strategy.run` begun."""
+    """Number of calls of `Strategy.run` that have begun."""
     merge_calls: int = 0
-    """Calls of `ReplicaContext.merge_call` begun."""
+    """Number of calls of `ReplicaContext.merge_call` that have begun."""
     updates: int = 0
-    """Calls of `StrategyExtended.update` begun."""
+    """Number of calls of `StrategyExtended.update` that have begun."""
     failures: int = 0
-    """Functions passed to those three that raised."""
+    """Number of functions passed to those three that raised."""
     last_failure: str = ""
-    """The error of the last of them, and where."""
+    """The error of the last such function, and where it was raised."""
     batches: int = 0
-    """64 bits that stand for the batches passed to `Strategy.run`."""
+    """64 bits that represent the batches passed to `Strategy.run`."""
     batch: tuple[int, int] | None = None
-    """The last of them: the pass, and its number in that."""
+    """The last batch: its epoch, and its number in that epoch."""
     _mixed: tuple[tuple[int, ...], int] = ((), 0)
-    """The counters but `sequence` at the last digest, and the number that they add to it."""
+    """The counters except `sequence` at the last digest, and the number that they add to it."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return all but `sequence` in JSON values."""
+        """Return all counters except `sequence` as JSON values."""
         names = "runs", "merge_calls", "updates", "failures", "last_failure", "batches", "batch"
         return {name: getattr(self, name) for name in names}
 
     def note_batch(self, batch: tuple[int, int]) -> None:
-        """Count a batch that this rank works on, as the others must at the same time."""
+        """Count a batch that this rank works on; all ranks must do so at the same time."""
         # The hash of integers is the same in every process.
         self.batches = (self.batches + hash(batch)) & _MASK
         self.batch = batch
@@ -106,7 +106,7 @@ class Ledger:
     def digest(self, signature: Any) -> int:
         """Return 64 bits of the next collective's `signature` and the counters."""
         # `count` in native/fast_reduction.c computes the same sum. If only one of the two changes,
-        # a rank on the fast path disagrees with one that is not.
+        # a rank on the fast path disagrees with a rank that is not.
         base = signature.digest if type(signature) is Signature else None
         if base is None:
             base = digest_of(signature)
@@ -119,7 +119,7 @@ class Ledger:
 
 
 def compared_values(arrays: Iterable[np.ndarray]) -> tuple[int, str]:
-    """Return 64 bits that stand for the values of arrays, and what error messages say of them."""
+    """Return 64 bits that represent the values of arrays, and a text for error messages."""
     listed = list(arrays)
     if not listed:
         return 0, ""

@@ -1,4 +1,4 @@
-"""Benchmarks: this package beside plain mpi4py and h5py, side by side in one run."""
+"""Benchmarks: this package compared with plain mpi4py and h5py, in one run."""
 
 from mpistrat.bench import checkpointing, communication, data
 

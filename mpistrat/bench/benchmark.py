@@ -1,4 +1,4 @@
-"""Benchmarks as data: what is measured, and the tables and pictures that show it."""
+"""Descriptions of benchmarks: their measurements, and the tables and pictures that show them."""
 
 from __future__ import annotations
 
@@ -25,46 +25,46 @@ RESULTS = "results"
 """Key of the table that every benchmark has."""
 
 SECONDS = "seconds"
-"""The label of an axis on which times are written with their units."""
+"""Label of an axis whose ticks are times with units."""
 
 _WIDTH = 9.0
 _INCHES_OF_LINES = 4.2
 _INCHES_PER_BAR = 0.2
 _WIDE = 20
-"""Ratios so far apart are drawn on a logarithmic axis."""
+"""Ratios that differ by more than this factor are drawn on a logarithmic axis."""
 
 
 @dataclass(frozen=True)
 class Choices:
-    """What the user chooses for a run."""
+    """Choices of the user for a run."""
 
     num_samples: int
     """Samples for each median."""
     sizes: tuple[int, ...]
     """Sizes of float32 arrays in bytes, for benchmarks that sweep over them."""
     num_examples: int = 0
-    """Examples in files, for benchmarks that read some."""
+    """Number of examples in the files, for benchmarks that read files."""
     num_ranks: int = 2
-    """Ranks of the jobs that a benchmark starts itself."""
+    """Number of ranks in jobs that a benchmark starts itself."""
     device: str = "cpu"
-    """As for `MPIStrategy`, for benchmarks that run on devices."""
+    """Device as for `MPIStrategy`, for benchmarks that run on devices."""
 
 
 @dataclass(frozen=True)
 class Findings:
-    """What a benchmark has measured."""
+    """Results of a benchmark."""
 
     tables: Mapping[str, Sequence[Row]]
-    """Rows of JSON values by the key of their table, times in seconds."""
+    """Rows of JSON values by the key of their table, with times in seconds."""
     notes: tuple[str, ...] = ()
-    """What the reader must know about this run, such as a peer that is not installed."""
+    """Notes that the reader needs about this run, such as a peer that is not installed."""
     num_ranks: int | None = None
-    """Of the jobs that were timed, where they are not those of this job."""
+    """Number of ranks that were timed, if it differs from the ranks of this job."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """One column of the table that people read."""
+    """One column of a printed table."""
 
     title: str
     format: Callable[[Row], str]
@@ -72,22 +72,22 @@ class Column:
 
     @classmethod
     def text(cls, title: str, key: str) -> Column:
-        """Return a column of texts and integers, ``-`` where a row has none."""
+        """Return a column of strings and integers, with ``-`` if a row has no value."""
         return cls(title, lambda row: str(row[key]) if row.get(key) not in (None, "") else "-")
 
     @classmethod
     def size(cls, title: str, key: str) -> Column:
-        """Return a column of sizes in bytes, ``-`` where a row has none."""
+        """Return a column of sizes in bytes, with ``-`` if a row has no value."""
         return cls(title, lambda row: readable_size(row[key]) if key in row else "-")
 
     @classmethod
     def time(cls, title: str, key: str) -> Column:
-        """Return a column of times and of differences, ``-`` where a row has none."""
+        """Return a column of times or time differences, with ``-`` if a row has no value."""
         return cls(title, lambda row: _signed_time(row[key]) if key in row else "-")
 
     @classmethod
     def ratio(cls, title: str, key: str) -> Column:
-        """Return a column of ratios, ``-`` where a row has none."""
+        """Return a column of ratios, with ``-`` if a row has no value."""
         return cls(title, lambda row: f"{row[key]:.2f}" if key in row else "-")
 
 
@@ -97,17 +97,17 @@ def _signed_time(time_s: float) -> str:
 
 @dataclass(frozen=True)
 class Table:
-    """How the rows under one key are shown."""
+    """Printed table of the rows under one key."""
 
     columns: tuple[Column, ...]
     key: str = RESULTS
-    """The name of the rows in the JSON."""
+    """Name of the rows in the JSON."""
     title: str = ""
-    """The line above, where a benchmark has several tables."""
+    """Line above the table, if a benchmark has several tables."""
 
 
 class _Picture(Protocol):
-    """How the rows of one table are drawn."""
+    """Picture of the rows of one table."""
 
     @property
     def table(self) -> str:
@@ -115,18 +115,18 @@ class _Picture(Protocol):
 
     @property
     def title(self) -> str:
-        """The line above, where a benchmark has several pictures."""
+        """Line above the picture, if a benchmark has several pictures."""
 
     def height(self, rows: Sequence[Row]) -> float:
-        """Return how many inches the rows need."""
+        """Return the height of the picture in inches."""
 
     def draw(self, axes: Any, rows: Sequence[Row]) -> None:
-        """Draw the rows into `axes`, each series with its label for the legend."""
+        """Draw the rows into `axes`. Each series has its label for the legend."""
 
 
 @dataclass(frozen=True)
 class Lines:
-    """A picture with one line for each series, on logarithmic axes."""
+    """Picture with one line per series, on logarithmic axes."""
 
     x: str
     """Key of the quantity on the horizontal axis."""
@@ -142,7 +142,7 @@ class Lines:
         return _INCHES_OF_LINES
 
     def draw(self, axes: Any, rows: Sequence[Row]) -> None:
-        """Draw a point for each row that has the key of a series, and the quartiles as a band."""
+        """Draw a point for each row with the key of a series, and the quartiles as a band."""
         for key, label in self.series.items():
             points = [row for row in rows if key in row]
             at = [row[self.x] for row in points]
@@ -165,24 +165,24 @@ class Lines:
 
 @dataclass(frozen=True)
 class Bars:
-    """A picture with a group of bars for each row."""
+    """Picture with a group of bars per row."""
 
     label: Callable[[Row], str]
-    """Returns the label below a group."""
+    """Returns the label of a group."""
     series: Mapping[str, str]
     """Labels of the legend, by key."""
     y_label: str
     table: str = RESULTS
     title: str = ""
     line_at: float | None = None
-    """Where a horizontal line helps to compare."""
+    """Value at which a line is drawn, to help comparison."""
 
     def height(self, rows: Sequence[Row]) -> float:
         """Return how many inches the rows need."""
         return 1.2 + len(rows) * (0.14 + _INCHES_PER_BAR * len(self.series))
 
     def draw(self, axes: Any, rows: Sequence[Row]) -> None:
-        """Draw the groups below each other; values far apart are drawn from `line_at` on."""
+        """Draw the groups below each other. If values are far apart, bars start at `line_at`."""
         thickness = 0.8 / len(self.series)
         values = [float(row[key]) for row in rows for key in self.series if row.get(key)]
         is_wide = self.line_at is not None and max(values) > _WIDE * min(values)
@@ -217,7 +217,7 @@ class Bars:
 
 
 def _write(axes: Any, text: str, x: float, y: float, is_left: bool) -> None:
-    """Write at the end of a bar."""
+    """Write a text at the end of a bar."""
     axes.annotate(
         text,
         (x, y),
@@ -235,24 +235,24 @@ class Benchmark:
     """One measurement and its peers, in one run."""
 
     name: str
-    """As on the command line and in the report."""
+    """Name on the command line and in the report."""
     summary: str
-    """One line, above the pictures."""
+    """One line for the heading of the pictures."""
     measure: Callable[[Choices], Findings]
-    """**Collective** over COMM_WORLD; what rank 0 returns is shown."""
+    """**Collective** over COMM_WORLD. The findings of rank 0 are shown."""
     tables: tuple[Table, ...]
     pictures: tuple[_Picture, ...]
     sizes: tuple[int, ...] = ()
-    """The default sizes to sweep over; empty where the benchmark does not sweep."""
+    """Default sizes to sweep over; empty if the benchmark does not sweep."""
     num_examples: int = 0
-    """The default number of examples to read; 0 where the benchmark reads none."""
+    """Default number of examples to read; 0 if the benchmark reads none."""
     starts_ranks: bool = False
     """Whether it starts the ranks that it measures."""
     runs_on_devices: bool = False
     """Whether it can measure arrays in the memory of devices."""
 
     def draw(self, tables: Mapping[str, Sequence[Row]], heading: str, path: Path) -> None:
-        """Draw the pictures of all `tables` that there are into one PNG, or raise `ValueError`."""
+        """Draw the pictures of all existing `tables` into one PNG, or raise `ValueError`."""
         drawn = [(each, tables[each.table]) for each in self.pictures if tables.get(each.table)]
         heights = [picture.height(rows) for picture, rows in drawn]
         with styled():
@@ -269,6 +269,6 @@ class Benchmark:
 
 
 def _quartiles(row: Row, key: str) -> tuple[float, float]:
-    """Return the quartiles of a figure, the figure itself where the row has none."""
+    """Return the quartiles of a figure, or the figure twice if the row has no quartiles."""
     low, high = row.get(f"{key}_quartiles", (row[key], row[key]))
     return float(low), float(high)

@@ -1,4 +1,4 @@
-"""Benchmark of checkpoints beside h5py and safetensors: same arrays, same folder, same run."""
+"""Benchmark of checkpoints against h5py and safetensors: same arrays, same folder, same run."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ _MODELS = {
     "161 arrays, 102 MB": SHAPES,
     "10 arrays, 1 GB": ((25_000_000,),) * 10,
 }
-"""The shapes of ResNet-50, and a few large arrays."""
+"""Shapes of ResNet-50, and a few large arrays."""
 
 
 @dataclass(frozen=True)
 class _Candidate:
-    """What all ranks time, and what they do before each time without timing it."""
+    """Function that all ranks time, and preparation before each call, which is not timed."""
 
     run: Callable[[], object]
     prepare: Callable[[], object] = lambda: None
 
 
 _Candidates = dict[str, _Candidate]
-"""`mpistrat`, its peer by hand, and those of other libraries that are installed."""
+"""Candidates by name: `mpistrat`, the peer by hand, and other libraries that are installed."""
 
 
 def measure(choices: Choices) -> Findings:
@@ -82,7 +82,7 @@ def measure(choices: Choices) -> Findings:
 
 
 class _Comparison:
-    """One model in one folder, saved and restored by several libraries."""
+    """One model in one folder, which several libraries save and restore."""
 
     def __init__(
         self, variables: Mapping[str, Variable], folder: Path, collectives: Collectives
@@ -100,11 +100,11 @@ class _Comparison:
         return call if self._is_root else lambda: None
 
     def _placed(self, arrays: Mapping[str, np.ndarray]) -> list[Any]:
-        """Return arrays that were read where the variables are."""
+        """Return arrays that were read, moved to the memory of the variables."""
         return [namespace_of(self._arrays[name]).asarray(array) for name, array in arrays.items()]
 
     def rows(self) -> Iterator[tuple[str, str, _Candidates]]:
-        """Yield what is compared, with the name of the peer by hand. **Collective**."""
+        """Yield each comparison with its title and the name of the peer by hand. **Collective**."""
         for what, parallel in (("save", False), ("save, parallel=True", True)):
             yield what, "h5py and fsync", self._saves(parallel)
         yield from self._stall()
@@ -148,7 +148,7 @@ class _Comparison:
             path = self._path("safetensors")
             calls["safetensors"] = lambda: self._placed(safetensors.load_file(path))
         if not all(map(is_on_host, self._arrays.values())):
-            del calls["in_place"]  # h5py reads to host memory only
+            del calls["in_place"]  # h5py reads only to host memory
         files = {"in_place": self._path("hand")}
         return {
             name: _Candidate(
@@ -195,7 +195,7 @@ def _row(candidates: _Candidates, collectives: Collectives, num_samples: int) ->
 
 
 def _versions() -> str:
-    """Return the peers and their versions."""
+    """Return the versions of the peers, as text."""
     names = [f"h5py {hdf5.h5py().__version__}", f"HDF5 {hdf5.h5py().version.hdf5_version}"]
     if _safetensors() is not None:
         names.append(f"safetensors {importlib.metadata.version('safetensors')}")
@@ -203,7 +203,7 @@ def _versions() -> str:
 
 
 def _safetensors() -> Any:
-    """Return safetensors for NumPy, ``None`` where it is not installed."""
+    """Return safetensors for NumPy, or ``None`` if it is not installed."""
     try:
         return importlib.import_module("safetensors.numpy")
     except ModuleNotFoundError:
@@ -213,7 +213,7 @@ def _safetensors() -> Any:
 @contextmanager
 def _folder(collectives: Collectives) -> Iterator[Path]:
     """Yield a new folder in the current one, and remove it at the end. **Collective**."""
-    made = None  # not below TMPDIR: the file system of the current folder is measured
+    made = None  # not in TMPDIR, because the file system of the current folder is measured
     with collectives.all_or_none("bench"):
         if collectives.rank == 0:
             made = tempfile.mkdtemp(dir=".", prefix=".mpistrat-bench-")
@@ -264,14 +264,14 @@ def _on_host(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file, because every checkpoint is a new one."""
+    """Remove a file, because every checkpoint is a new file."""
     path.unlink(missing_ok=True)
 
 
 def _forget(path: Path) -> None:
     """Drop a file from the page cache."""
     with open(path, "rb") as file:
-        # Only pages that are on disk are dropped, and this file was flushed after it was written.
+        # Only pages that are on disk are dropped. This file was flushed after it was written.
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 

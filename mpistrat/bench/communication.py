@@ -1,4 +1,4 @@
-"""Benchmarks of reductions: one array, the gradients of a network, the cost of agreement."""
+"""Benchmarks of reductions: a single array, the gradients of a network, the cost of agreement."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def measure_allreduce(choices: Choices) -> Findings:
         array = xp.asarray(host)
         own_zeros, target = xp.zeros_like(array), xp.empty_like(array)
         ready = np.empty_like(host)
-        zeros = np.zeros_like(host)  # whose sum is the same however often it is reduced
-        # Raw MPI reduces into a ready buffer, or in place, where it overwrites what it is given;
-        # ours into a new array with all checks on. The copy is made by all ranks at once: it reads
-        # and writes each byte as fast as memory allows. Raw MPI gets host memory, which every MPI
-        # library takes.
+        zeros = np.zeros_like(host)  # the sum is the same however often it is reduced
+        # Raw MPI reduces into a ready buffer, or in place, which overwrites its input. Ours reduces
+        # into a new array, with all checks on. All ranks copy at the same time, and so read and
+        # write each byte as fast as memory allows. Raw MPI gets host memory, which every MPI
+        # library supports.
         timings = take_turns(
             {
                 "raw": lambda: comm.Allreduce(host, ready),
@@ -85,7 +85,7 @@ def measure_allreduce(choices: Choices) -> Findings:
 
 
 def notes_on(strategy: MPIStrategy) -> tuple[str, ...]:
-    """Return what readers must know of a comparison with raw MPI, which gets host memory."""
+    """Return notes about a comparison with raw MPI, which gets host memory."""
     device = strategy.extended.device
     if device.kind == "cpu":
         return ()
@@ -96,9 +96,9 @@ def notes_on(strategy: MPIStrategy) -> tuple[str, ...]:
 
 
 def _moved_bytes(strategy: MPIStrategy, num_bytes: int, implementation: str) -> int | None:
-    """Return how many bytes a rank reads and writes for one array, where the package knows."""
+    """Return how many bytes a rank reads and writes for one array, or ``None`` if unknown."""
     transport = context.collectives_of(strategy).channel.transport
-    if implementation == "Piggyback":  # each rank brings its numbers, and reads those of all
+    if implementation == "Piggyback":  # each rank writes its numbers, and reads all numbers
         return (2 + transport.size) * num_bytes
     if isinstance(transport.node, SharedMemoryReducer) and implementation == "SharedMemoryReducer":
         return transport.node.moved_bytes(num_bytes, transport.pool.shares(num_bytes))
@@ -147,7 +147,7 @@ ALLREDUCE = Benchmark(
 )
 
 
-# The smaller case first: the peak memory of a process never goes down.
+# The smaller case comes first, because the peak memory of a process never goes down.
 _CASES: dict[str, Sequence[tuple[int, ...]]] = {
     "1,000 arrays of 100 floats": ((100,),) * 1000,
     f"ResNet-50, {len(SHAPES)} arrays": SHAPES,
@@ -179,7 +179,7 @@ def measure_gradients(choices: Choices) -> Findings:
         candidates: dict[str, Callable[[], object]] = {
             "raw": raw,
             "ours": lambda: replica.all_reduce(ReduceOp.SUM, arrays),
-            # What packing could reach if it cost nothing.
+            # The speed that packing could reach if it cost nothing.
             "joined": lambda: comm.Allreduce(joined, joined_ready),
         }
         timings = take_turns(candidates, collectives, choices.num_samples)
@@ -191,7 +191,7 @@ def measure_gradients(choices: Choices) -> Findings:
             "ours_over_joined": timings.median_ratio("ours", "joined"),
             **timings.ratio("joined_ratio", "joined", "ours"),
         }
-        if collectives.device.kind == "cpu":  # where the results are in the memory that is counted
+        if collectives.device.kind == "cpu":  # only host memory is counted
             row["extra_bytes"] = max(grown - num_bytes, 0)
         rows.append(row | timings.medians())
 
@@ -201,8 +201,8 @@ def measure_gradients(choices: Choices) -> Findings:
 
 
 def _peak_growth(call: Callable[[], object], collectives: Collectives) -> int:
-    """Return by how many bytes two calls raise the peak of a rank's memory. **Collective**."""
-    # The first result is dropped before the second call, as in a training loop.
+    """Return by how many bytes two calls raise the peak memory of a rank. **Collective**."""
+    # Drop the first result before the second call, as in a training loop.
     before = _peak_bytes()
     call()
     call()
@@ -210,7 +210,7 @@ def _peak_growth(call: Callable[[], object], collectives: Collectives) -> int:
 
 
 def _peak_bytes() -> int:
-    """Return the peak resident memory of this process, shared pages included."""
+    """Return the peak resident memory of this process, including shared pages."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

@@ -1,4 +1,4 @@
-"""Benchmark of reading HDF5 files: shuffled batches, beside plain h5py."""
+"""Benchmark of reading HDF5 files in shuffled batches, compared with plain h5py."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ COMPRESSED: Mapping[str, Mapping[str, Any]] = {
 FILES = (*COMPRESSED, "chunks", "contiguous")
 BATCH_SIZE = 256
 _NUM_BY_INDEX = 2 * BATCH_SIZE
-"""Examples that are read by index arrays: all of them would take 15 seconds."""
+"""Number of examples to read by index arrays. Reading all would take 15 seconds."""
 _SIDE, _CHUNK = 32, 64
 _NUM_DISTINCT = 320 * _CHUNK
 """Further images repeat the first ones, because generating them takes longer than reading."""
 
 
 def known_files() -> tuple[str, ...]:
-    """Return those of `FILES` that can be written here: lz4 takes hdf5plugin."""
+    """Return the `FILES` that can be written here. lz4 needs hdf5plugin."""
     return tuple(name for name in FILES if name != "lz4" or "lz4" in plugin_libraries())
 
 
 def write_files(folder: Path, num_examples: int) -> None:
-    """Write the same images in compressed chunks, in other chunks and in one piece."""
+    """Write the same images in compressed chunks, in plain chunks and contiguously."""
     rng = np.random.default_rng(0)
     images = _waves(rng, min(num_examples, _NUM_DISTINCT))
     label = rng.integers(0, 10, num_examples)
@@ -72,7 +72,7 @@ def write_files(folder: Path, num_examples: int) -> None:
 
 def _waves(rng: np.random.Generator, count: int) -> np.ndarray:
     """Return images of waves of random length and direction in 32 steps of brightness."""
-    # About as compressible as drawings: decompression takes most of the time of a scan.
+    # They are about as compressible as drawings, so a scan spends most of its time decompressing.
     y, x = np.mgrid[:_SIDE, :_SIDE]
     images = np.empty((count, _SIDE, _SIDE, 3), np.uint8)
     for first in range(0, count, 1000):
@@ -91,31 +91,31 @@ _NUM_STEPS, _WIDTH = 100, 512
 
 @dataclass(frozen=True)
 class Peer:
-    """Another way to read the images, which knows nothing of ranks, so that rank 0 runs it."""
+    """A different way to read the images. It does not know about ranks, so only rank 0 runs it."""
 
     read: Callable[[], object]
     num_examples: int
-    """How many of them it reads."""
+    """Number of examples that it reads."""
 
 
 Peers = Callable[[Path, int], Mapping[str, Peer]]
-"""Prepares further peers in the folder of the files, which have so many examples."""
+"""Prepares further peers. Takes the folder of the files and their number of examples."""
 
 More = Callable[[Strategy, Path, Choices], Mapping[str, Sequence[Row]]]
 """Measures further tables. **Collective**."""
 
 
 def measure(choices: Choices) -> Findings:
-    """Time passes of all ranks together over images. **Collective** over COMM_WORLD."""
+    """Time epochs of all ranks together over images. **Collective** over COMM_WORLD."""
     return measure_beside(choices, lambda *_: {}, lambda *_: {})
 
 
 def measure_beside(choices: Choices, peers: Peers, more: More) -> Findings:
-    """Do `measure`, with the further `peers` and the tables of `more`. **Collective**."""
+    """Do `measure`, with further `peers` and the tables of `more`. **Collective**."""
     strategy = MPIStrategy(device=choices.device)
     collectives = context.collectives_of(strategy)
     with tempfile.TemporaryDirectory() as own:
-        # Rank 0's folder; on several nodes TMPDIR must name a shared one.
+        # Use rank 0's folder. On several nodes TMPDIR must name a shared folder.
         folder = Path(collectives.broadcast_json(own))
         found: dict[str, Peer] = {}
         with collectives.all_or_none("bench data"):
@@ -134,7 +134,7 @@ def measure_beside(choices: Choices, peers: Peers, more: More) -> Findings:
         firsts = {name: _first(strategy, folder / f"{name}.h5") for name in known_files()}
         first = take_turns(firsts, collectives, choices.num_samples)
         tables = more(strategy, folder, choices)
-    # Rows of the same file stand together.
+    # Keep rows of the same file together.
     names = sorted(calls, key=lambda name: FILES.index(name.rsplit(", ", 1)[-1]))
     length = choices.num_examples
     rows = [_row(name, lengths.get(name, length), length, timings) for name in names]
@@ -159,7 +159,7 @@ def _read_in_order(path: Path) -> None:
     with h5py().File(path, "r") as file:
         image, label = file["image"], file["label"]
         for first in range(0, len(image), BATCH_SIZE):
-            # Kept until the next batch is read, as in any program that uses it.
+            # Keep the batch until the next one is read, as in any program that uses it.
             _batch = image[first : first + BATCH_SIZE], label[first : first + BATCH_SIZE]
 
 
@@ -201,12 +201,12 @@ def _dataset(path: Path, is_shuffled: bool) -> Dataset:
 
 
 def _share_of_waiting(strategy: Strategy, path: Path) -> float:
-    """Return the share of its time that a rank waits for batches, once warm. **Collective**."""
+    """Return the share of time for which a rank waits for batches. **Collective**."""
     dataset = _dataset(path, is_shuffled=True).repeat().prefetch(2)
     batches = iter(strategy.experimental_distribute_dataset(dataset))
     weight = strategy.extended.xp.ones((32 * 32 * 3, _WIDTH), dtype=np.float32)
 
-    # The forward and backward product of one layer of 512 units.
+    # A step does the forward and backward product of one layer of 512 units.
     def step(image: Any, label: Any) -> None:
         x = image.reshape(len(image), -1).astype(np.float32) / 255
         weight[...] += 1e-9 * (x.T @ np.tanh(x @ weight))

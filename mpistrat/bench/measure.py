@@ -1,4 +1,4 @@
-"""Timing of candidates in turns, the arrays they work on, and the machine they run on."""
+"""Times candidates in turns, creates arrays for them, and describes the machine."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from mpistrat.tracing.spans import Recorder, active, record_on
 from mpistrat.version import __version__
 
 _STAGES = ((3, 64), (4, 128), (6, 256), (3, 512))
-"""Bottleneck blocks in each stage, and their width (He et al., 2016, table 1)."""
+"""Number and width of the bottleneck blocks in each stage (He et al., 2016, table 1)."""
 
 
 def _normalized(*kernel: int) -> list[tuple[int, ...]]:
-    """Return the shapes of a convolution and of the scale and offset of its normalization."""
+    """Return the shapes of a convolution, and of the scale and offset of its normalization."""
     return [kernel, (kernel[0],), (kernel[0],)]
 
 
@@ -50,7 +50,7 @@ NUM_PARAMETERS = sum(prod(shape) for shape in SHAPES)
 
 
 def random_arrays(shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
-    """Return float32 arrays of `shapes` with numbers as small as gradients."""
+    """Return float32 arrays of `shapes`, with numbers as small as gradients."""
     rng = np.random.default_rng(0)
     arrays = [rng.standard_normal(shape, np.float32) for shape in shapes]
     for array in arrays:
@@ -59,14 +59,14 @@ def random_arrays(shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
 
 
 _TARGET_S = 0.02
-"""About how long one sample takes; shorter calls are repeated in it, which warms the caches."""
+"""Target time of one sample. A sample repeats shorter calls, which warms the caches."""
 
 
 class Timings:
-    """Seconds of one call of each candidate, one sample for each round."""
+    """Times of one call of each candidate in seconds, with one sample per round."""
 
-    # Ratios and differences are taken within rounds before the median is taken over them: so
-    # times at which the whole machine is slow cancel out.
+    # Ratios and differences are computed within each round, and then the median over the rounds.
+    # So times at which the whole machine is slow cancel out.
 
     def __init__(self, samples: Mapping[str, Sequence[float]]) -> None:
         self._samples = samples
@@ -76,18 +76,18 @@ class Timings:
         return statistics.median(self._samples[name])
 
     def medians(self) -> dict[str, Any]:
-        """Return entries of a row for each candidate: ``<name>_s``, and its quartiles."""
+        """Return row entries for each candidate: ``<name>_s``, and its quartiles."""
         row: dict[str, Any] = {}
         for name in self._samples:
             row |= self.time(f"{name}_s", name)
         return row
 
     def time(self, key: str, name: str) -> dict[str, Any]:
-        """Return the median time of a candidate, and its quartiles, as entries of a row."""
+        """Return the median time of a candidate and its quartiles, as row entries."""
         return _with_quartiles(key, self._samples[name])
 
     def ratio(self, key: str, above: str, *below: str, factor: float = 1.0) -> dict[str, Any]:
-        """Return `median_ratio` times `factor`, and its quartiles, as entries of a row."""
+        """Return `median_ratio` times `factor` and its quartiles, as row entries."""
         return _with_quartiles(key, [factor * each for each in self._ratios(above, *below)])
 
     def median_ratio(self, above: str, *below: str) -> float:
@@ -106,7 +106,7 @@ class Timings:
 
 
 def _with_quartiles(key: str, samples: Sequence[float]) -> dict[str, Any]:
-    """Return the entries of a row that `mpistrat.bench.benchmark` draws with their spread."""
+    """Return the median and its quartiles as row entries, for `mpistrat.bench.benchmark`."""
     low, middle, high = np.quantile(samples, (0.25, 0.5, 0.75)).tolist()
     return {key: middle, f"{key}_quartiles": [low, high]}
 
@@ -122,27 +122,27 @@ def take_turns(
     for name, call in candidates.items():
         # The first call pays for connections and new memory.
         call()
-        # The time of the slowest rank, so that all ranks repeat a collective equally often.
+        # Use the time of the slowest rank, so that all ranks repeat a collective equally often.
         once_s = max(collectives.gather_json(_time(call, 3, device)))
         repeats[name] = max(1, round(_TARGET_S / max(once_s, 1e-9)))
     samples: dict[str, list[float]] = {name: [] for name in candidates}
     names = list(candidates)
     order = random.Random(0)  # equal on all ranks
     for _ in range(num_samples):
-        # Each round has its own order: a candidate finds the caches that the previous one left.
+        # Shuffle the order in each round, because each candidate leaves its caches to the next one.
         order.shuffle(names)
         for name in names:
-            # The ranks begin together: a rank that is late would make the others measure their wait
-            # for it.
+            # Start all ranks together. Otherwise the others would also measure their wait for a
+            # late rank.
             collectives.gather_json(None)
             seconds = _time(candidates[name], repeats[name], device)
-            # The time of the slowest rank, so that all ranks get equal numbers.
+            # Use the time of the slowest rank, so that all ranks get equal numbers.
             samples[name].append(max(collectives.gather_json(seconds)))
     return Timings(samples)
 
 
 def _time(call: Callable[[], object], repeats: int, device: Device) -> float:
-    # Work that was queued before does not belong to this sample.
+    # Wait for earlier work, which does not belong to this sample.
     device.synchronize()
     began = time.perf_counter()
     for _ in range(repeats):
@@ -152,7 +152,7 @@ def _time(call: Callable[[], object], repeats: int, device: Device) -> float:
 
 
 class _Observer(Recorder):
-    """A recorder that keeps the facts of collectives in memory."""
+    """Recorder that keeps the facts of collectives in memory."""
 
     def __init__(self) -> None:
         self.push = self.pop = None
@@ -166,7 +166,7 @@ class _Observer(Recorder):
 
 
 def facts_of_last_collective(call: Callable[[], object]) -> dict[str, str]:
-    """Make `call`, and return the reducer of its last collective and why it was selected."""
+    """Call `call`, and return the reducer of its last collective and why it was selected."""
     observer, before = _Observer(), active()
     record_on(observer)
     try:
@@ -183,7 +183,7 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS
 
 
 def describe_machine(world: World) -> dict[str, Any]:
-    """Return what a reader must know to judge the figures, as JSON values."""
+    """Return the facts that a reader needs to judge the figures, as JSON values."""
     variables = environment()
     return {
         "machine": {

@@ -45,7 +45,7 @@ def copy_to_host(target: np.ndarray, source: Array) -> None:
 
 
 class SharedCopies:
-    """Copies of arrays that other threads help with, complete after `finish`."""
+    """Copies of arrays, which other threads help to make; complete after `finish`."""
 
     def __init__(self) -> None:
         self._library = native_library()
@@ -53,7 +53,7 @@ class SharedCopies:
         self._begun: list[Any] = []
 
     def begin(self, target: np.ndarray, source: Array) -> None:
-        """Begin to write `source`, which must stay as it is, to `target`, as `copy_to_host`."""
+        """Begin to copy `source`, which must not change, to `target`, as `copy_to_host` does."""
         is_plain = type(source) is np.ndarray and source.flags.carray and target.flags.carray
         is_large = source.nbytes >= BYTES_WORTH_A_THREAD
         if self._library is None or not is_plain or not is_large or not self._num_helpers:
@@ -66,7 +66,7 @@ class SharedCopies:
         self._begun.append(copy)
 
     def finish(self) -> None:
-        """Do what is left, and wait for the other threads."""
+        """Copy the rest, and wait for the other threads."""
         for copy in reversed(self._begun):  # the others began with the first
             self._library.end_copy(copy)
         self._begun = []
@@ -76,9 +76,10 @@ _AT_BEGIN = np.zeros(1, np.int64)
 
 
 class Snapshot:
-    """The state at one moment, in memory that the next snapshot uses again.
+    """The state at one moment, in memory that the next snapshot reuses.
 
-    The first touch of memory takes longer than the copy, so only the first snapshot pays it.
+    Touching memory for the first time takes longer than the copy, so only the first snapshot pays
+    for it.
     """
 
     def __init__(self) -> None:
@@ -88,7 +89,7 @@ class Snapshot:
 
     def clear(self) -> None:
         """Begin a new snapshot."""
-        self._copies = SharedCopies()  # an earlier one may have failed half-way
+        self._copies = SharedCopies()  # an earlier snapshot may have failed half-way
         self._memory = {
             each.path: each.array
             for each in self._items
@@ -97,16 +98,16 @@ class Snapshot:
         self._items = []
 
     def add(self, item: Item) -> None:
-        """Copy the values of `item` on the rank that has them, by `finish` at the latest."""
+        """Copy the values of `item` on the rank that has them, at the latest in `finish`."""
         array = item.array
         if array is None:
             return
-        if item.group == VARIABLES:  # texts have been made for this save
+        if item.group == VARIABLES:  # strings were created for this save
             copy = self._memory.pop(item.path, None)
             if copy is None or copy.shape != array.shape or copy.dtype != array.dtype:
                 copy = np.empty(array.shape, array.dtype)
-            # A brief array is gone when the next item comes, so it is copied at once. The others
-            # stay as they are until the save ends: threads copy them until `finish`.
+            # A brief array is overwritten by the next item, so it is copied at once. The others do
+            # not change until the save ends: threads copy them until `finish`.
             if item.life is BufferLifetime.BRIEF:
                 copy_to_host(copy, array)
             else:
@@ -137,18 +138,18 @@ class _Pending:
     step: int
     created_s: float
     then: Callable[[], object]
-    """What is done once it is on disk."""
+    """What to do once the file is on disk."""
     ranks: tuple[int, ...]
-    """Those of COMM_WORLD that save; the first one writes."""
+    """The ranks of COMM_WORLD that save; the first one writes."""
 
     def settle(self) -> bool:
-        """Return whether the file is there, after the loss of the rank that was to write it."""
+        """Return whether the file is there, after the rank that was to write it is lost."""
         # The lost rank may have died between the claim and the rename of its file. Its claim would
         # make the next writer of this path wait.
         hidden_beside(Path(self.path), "commit").unlink(missing_ok=True)
         with contextlib.suppress(CheckpointError), open_checkpoint(self.path) as reader:
-            # A file of this name may be from an earlier run. Only the time proves that this save
-            # has put its file in place; the old files may then still have to go.
+            # A file of this name may be from an earlier run. Only the time shows that this save has
+            # put its file in place; the old files may then still have to be removed.
             if reader.header.created == Header.timestamp(self.created_s):
                 self.then()
                 return True
@@ -168,8 +169,9 @@ class _Pending:
 class BackgroundSaver:
     """Saves in the background, one file after the other.
 
-    A copy of the state is taken on rank 0, whose memory it keeps. A thread writes it. What the
-    thread fails at is raised on every rank by the next `end`, or logged when the program ends.
+    Rank 0 copies the state, and keeps the memory of the copy. A thread writes the copy. If the
+    thread fails, the next `end` raises its error on every rank, or it is logged when the program
+    ends.
     """
 
     def __init__(self) -> None:
@@ -178,7 +180,7 @@ class BackgroundSaver:
         """The thread of the last file, on the rank that writes it."""
         self._pending: _Pending | None = None
         self._wait: Callable[[], None] | None = None
-        """What waits for the thread, on the rank that writes."""
+        """Function that waits for the thread, on the rank that writes."""
 
     @spanned("checkpoint", _WHAT)
     def begin(
@@ -190,7 +192,7 @@ class BackgroundSaver:
         then: Callable[[], object],
         drift: str,
     ) -> None:
-        """Copy the state below `root`, begin to write it, and `then` call that in the thread."""
+        """Copy the state below `root`, begin to write it, and call `then` in the thread."""
         began_s = time.perf_counter()
         plan = SavePlan(root, _WHAT, path, drift=drift)
         collectives = plan.collectives
@@ -203,17 +205,17 @@ class BackgroundSaver:
         work.run(self._snapshot.clear)
         for item in plan.items():
             work.run(self._snapshot.add, item)
-            del item  # or the next would come while this one is there
+            del item  # or the next would be created while this one exists
         work.run(self._snapshot.finish)
-        # When it ends, the copy on rank 0 is complete, and the program may change the variables
-        # again.
+        # When this block ends, the copy on rank 0 is complete, and the program may change the
+        # variables again.
         with collectives.common_outcome(_WHAT, path):
             _check_copied(work)
         self._note_undo()
         self._pending = pending
         if collectives.rank:
-            # If the writer is lost, one of these ranks finds out at the exit whether the file is
-            # there.
+            # If the writer is lost, one of these ranks finds out when the program exits whether the
+            # file is there.
             if collectives.is_elastic:
                 _unended.add(self)
             return
@@ -224,14 +226,14 @@ class BackgroundSaver:
             then()
             _logger.info("Checkpoint %s written in %.2f s", path, time.perf_counter() - began_s)
 
-        # A unit that is repeated after a loss would otherwise begin a second thread for the same
+        # A unit that is repeated after a loss would otherwise start a second thread for the same
         # file.
         collectives.on_commit(functools.partial(self._start, write))
 
     def _start(self, write: Callable[[], None]) -> None:
         _unended.add(self)
-        # Python waits for such a thread before it calls any function at the exit, as those by
-        # which h5py undoes what writing needs.
+        # Python waits for a thread that is not a daemon before it calls any exit function. Those of
+        # h5py would remove what writing needs.
         self._thread = Background("mpistrat-checkpoint", daemon=False)
         self._wait = self._thread.submit(write)
         self._thread.close()
@@ -244,13 +246,13 @@ class BackgroundSaver:
         pending = self._pending
         if pending is None:
             return False
-        # Forgotten before the wait: an error of this file is raised once, and the save after it is
-        # not refused because of it.
+        # Forgotten before the wait: an error of this file is raised once, and does not fail the
+        # save after it.
         self._note_undo()
         self._pending = None
         is_writer = self._wait is not None
-        # No rank has a thread, so the one that had it is lost. The first rank that is left looks at
-        # the file.
+        # No rank has a thread, so the rank that had it is lost. The first of the remaining ranks
+        # looks at the file.
         if collectives.is_elastic and not any(collectives.gather_json(is_writer, _WHAT)):
             _unended.discard(self)
             is_there = bool(collectives.on_root(pending.settle, _WHAT, pending.path))
@@ -267,11 +269,11 @@ class BackgroundSaver:
         return True
 
     def is_writing(self) -> bool:
-        """Return whether the thread has not come to the end of the file. From any thread."""
+        """Return whether the thread is still writing the file. From any thread."""
         return self._thread is not None and self._thread.is_busy()
 
     def finish(self) -> bool:
-        """Wait at the end of the program, and log what nobody will ask for; return whether done."""
+        """Wait at the end of the program, and log an error that is left; return whether done."""
         pending, wait = self._pending, self._wait
         try:
             if wait is not None:
@@ -279,7 +281,7 @@ class BackgroundSaver:
             elif pending is not None:
                 failed = failed_world_ranks()
                 if pending.ranks[0] not in failed:
-                    # Asked again in the last round: the writer may still be lost.
+                    # Tried again in the last round: the writer may still be lost.
                     return False
                 world = started_world()
                 # To MPI, ranks that have ended are as lost as those that have died.
@@ -314,11 +316,11 @@ class _Unended:
         """Wait for `saver` at the end of the program."""
         # A fork copies only the thread that calls it (fork(2)): a child has no thread that writes,
         # and must not wait for the savers of its parent.
-        if self._pid != os.getpid():  # the first, also the first of a fork
+        if self._pid != os.getpid():  # the first saver, also the first of a fork
             self._pid = os.getpid()
             self._savers.clear()
             at(Phase.BEFORE_LAST_ROUND, self.finish)
-            at(Phase.LAST_ROUND, self.finish)  # where the rank that writes is lost in between
+            at(Phase.LAST_ROUND, self.finish)  # if the rank that writes is lost in between
             at(Phase.BEFORE_ABORT, self.finish)
             hold_while(self.is_at_work)
         self._savers.add(saver)

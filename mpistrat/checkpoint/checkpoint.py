@@ -36,9 +36,9 @@ def save(
 ) -> str:
     """Write the state below `root` to `path`, and return it as a string. **Collective**.
 
-    Variables travel one at a time to rank 0. Sharded tensors do not travel: each rank writes its
-    shards. Where `parallel`, nor does what all ranks hold: each rank writes some of it. With
-    `overwrite` None the name is one that only a `CheckpointManager` gives.
+    Variables are sent one at a time to rank 0. Sharded tensors are not sent: each rank writes its
+    shards. If `parallel`, values that all ranks hold are not sent either: each rank writes some of
+    them. If `overwrite` is None, `path` has a name that only a `CheckpointManager` uses.
     """
     began_s = time.perf_counter()
     plan = SavePlan(root, _WHAT, path, parallel, True, drift, overwrite)
@@ -53,7 +53,7 @@ def save(
                 shared.append(item)
             else:
                 file.write(item)
-            del item  # or the next would come while this one is there
+            del item  # or the next would be created while this one exists
         if shared:
             write_together(file, collectives, _WHAT, target, shared)
     if collectives.rank == 0:
@@ -70,7 +70,7 @@ def _ranks(checkpoint: Checkpoint, what: str) -> Collectives:
 
 
 class Checkpoint(Trackable):
-    """A group of named objects whose state goes to one HDF5 file, and back.
+    """A group of named objects whose state is saved to one HDF5 file and restored from it.
 
     Parameters
     ----------
@@ -79,8 +79,8 @@ class Checkpoint(Trackable):
         optimizers, schedulers, scalers and generators of PyTorch, objects with ``state_dict()``
         and ``load_state_dict()`` of arrays, tensors and JSON values, other checkpoints, objects
         with any of these as attributes, and dicts, lists, tuples and deques of all these.
-        The names are the first part of the paths in the file. ``checkpoint.name = object``
-        adds one later.
+        The names are the first part of the paths in the file. ``checkpoint.name = object`` adds an
+        object later.
 
     Raises
     ------
@@ -122,37 +122,45 @@ class Checkpoint(Trackable):
     ) -> str:
         """Save all objects to exactly `path`, and return it on every rank. **Collective**.
 
-        Rank 0 writes, and makes missing folders. Mirrored variables are saved from rank 0, once
-        the ranks have compared digests of them. SyncOnRead variables are saved aggregated over
-        replicas. Generators, plain variables and other state
-        must be equal on all ranks; wrap what is not in `PerReplicaState`. Modules and optimizers
-        of PyTorch are saved from rank 0, as replicas of one another, and their tensors are not
-        compared; of sharded tensors (DTensor) each rank writes its own shards, so all ranks must
-        see the folder. The file appears under its name once it is complete and on disk.
+        Rank 0 writes the file, and creates missing folders. Mirrored variables are saved from rank
+        0, once the ranks have compared digests of them. SyncOnRead variables are saved aggregated
+        over replicas. Generators, plain variables and other state must be equal on all ranks; wrap
+        state that differs in `PerReplicaState`. Modules and optimizers of PyTorch are saved from
+        rank 0, because they are replicas of one another; `drift` decides what happens if their
+        tensors differ. Of sharded tensors (DTensor) each rank writes its own shards, so all ranks
+        must see the folder. The file appears under its name once it is complete and on disk.
 
-        Outside of any strategy, and of a process group of `mpistrat.torch`, it is **Local**: in a
-        job of several ranks rank 0 writes, and the others return at once, before the file is
-        there: whoever needs it must wait, as by ``strategy.barrier()``. Objects without a variable
-        are still those of the strategy if exactly one on several ranks is open; otherwise, if MPI
-        has been started, the ranks of the job compare them.
+        Outside of any strategy, and of a process group of `mpistrat.torch`, it is **Local**. In a
+        job of several ranks, rank 0 then writes, and the other ranks return at once, before the
+        file is there: a rank that needs the file must wait, for example with
+        ``strategy.barrier()``. If exactly one strategy on several ranks is open, objects without a
+        variable still count as that strategy's objects. Otherwise, if MPI has been started, the
+        ranks of the job compare them.
 
-        A path belongs to the ranks of this job that have written it first, until their strategy
-        is closed, the job ends or the file is removed.
+        The ranks of this job that write a path first own it, until their strategy is closed, the
+        job ends or the file is removed.
 
         Parameters
         ----------
         path : path
+            The file to write, the same on all ranks.
         parallel : bool
-            Whether all ranks that see the file write to it: each some of the large mirrored
-            variables, whose values are the same on all ranks. For states of many GiB on a parallel
-            file system, where one node cannot write as fast as several. The file is the same.
+            Whether all ranks that see the file write to it: each writes some of the large mirrored
+            variables, whose values are the same on all ranks. This is for states of many GiB on a
+            parallel file system, where one node cannot write as fast as several. The file is the
+            same.
         drift : str
-            What happens if the replicas of a mirrored variable, or of a parameter or an optimizer's
-            slot of PyTorch, differ, which they never do in a right program: ``"warn"`` saves rank
-            0's values with a `ReplicaDriftWarning` that names them, ``"raise"`` saves nothing,
-            ``"ignore"`` compares nothing.
+            What to do if the replicas of a mirrored variable, of a PyTorch parameter or of a
+            PyTorch optimizer's slot differ, which never happens in a correct program. ``"warn"``
+            saves rank 0's values with a `ReplicaDriftWarning` that names them, ``"raise"`` saves
+            nothing, ``"ignore"`` compares nothing.
         overwrite : bool
             Whether to replace a file at `path` that is not a checkpoint.
+
+        Returns
+        -------
+        str
+            `path` as a string, the same on every rank.
 
         Raises
         ------
@@ -160,15 +168,15 @@ class Checkpoint(Trackable):
             On every rank, if the file cannot be written, if state differs between ranks, if other
             ranks of this job have written `path`, if the file at `path` is not a checkpoint, if a
             `PerReplicaState` is saved outside of its strategy's scope, or if restored values still
-            wait for their objects and `RestoreStatus.expect_partial` has not been called; what was
-            there before is unchanged.
+            wait for their objects and `RestoreStatus.expect_partial` has not been called. A file
+            that was there before is unchanged.
         ReplicaDriftError
             On every rank, with ``drift="raise"``. It is a `CheckpointError` too.
         TypeError
             If `parallel` or `overwrite` is not a bool.
         ValueError
-            For another `drift`, if a SyncOnRead variable has the aggregation NONE, or if ranks
-            differ in objects.
+            If `drift` has a different value, if a SyncOnRead variable has the aggregation NONE, or
+            if the ranks have different objects.
         ContextError
             Inside ``strategy.run``.
         """
@@ -176,29 +184,34 @@ class Checkpoint(Trackable):
 
     @collective(_RESTORE, writes=True, of=lambda checkpoint: _ranks(checkpoint, _RESTORE))
     def restore(self, path: str | os.PathLike[str]) -> RestoreStatus:
-        """Fill all objects from the file `path`, all or none. **Collective**.
+        """Fill all objects from the file `path`, or change none of them. **Collective**.
 
-        The ranks of rank 0's node read the file together, each byte once, check every digest
-        and broadcast. Until all of it has been checked they hold the values of the file, in
-        about equal parts. Of a large sharded tensor each rank reads its own shards, where it sees
-        the file. SyncOnRead variables under SUM get value / N on each of today's N
-        replicas, the others the value. Objects attached later, and variables that optimizers
-        make later, are filled when they appear.
+        The ranks of rank 0's node read the file together, each byte once, check every digest and
+        broadcast. Until all of it has been checked, they hold the values of the file in about equal
+        parts. Of a large sharded tensor each rank reads its own shards, if it sees the file.
+        SyncOnRead variables with SUM get value / N on each of today's N replicas, other SyncOnRead
+        variables get the value. Objects that are attached later, and variables that optimizers
+        create later, are filled when they appear.
+
+        Parameters
+        ----------
+        path : path
+            A file that `write` or a `CheckpointManager` has saved. The same on all ranks.
 
         Returns
         -------
         RestoreStatus
-            To ask whether the paths of the file and of the program match.
+            Object whose methods check whether the paths of the file and of the program match.
 
         Raises
         ------
         CheckpointError
-            If there is no such file, or it has another or a newer format.
+            If there is no such file, or it has a different or a newer format.
         CheckpointCorruptError
             If the file is damaged.
         CheckpointMismatchError
             If shapes or dtypes differ, or the keys of a module, or the groups of an optimizer; the
-            message names all of them. Nothing is cast.
+            message names all of them. No value is cast.
         """
         return restore(self, path)
 

@@ -27,10 +27,10 @@ from mpistrat.variables.kinds import load_components, saves_components
 
 
 class StateLoading:
-    """States of the file `path` on their way into `objects`.
+    """States of the file `path` that are being loaded into `objects`.
 
-    Objects that may refuse their state come first, in `load`, and copies of what they had are kept
-    until all ranks have reached this point. The others need no copy; they come in `load_rest`.
+    `load` loads objects that may refuse their state, and keeps copies of their old states until all
+    ranks have reached this point. The other objects need no copy; `load_rest` loads them.
     """
 
     def __init__(
@@ -42,14 +42,14 @@ class StateLoading:
         self._path = path
         self._state_of = state_of
         self._loaded: dict[str, tuple[Any, Any]] = {}
-        """The objects that have been changed, and their states before."""
+        """The objects that have been changed, and their old states."""
         # Objects that may refuse are loaded first, while all that has changed can still be
         # reversed.
         self._rest = {name: each for name, each in objects.items() if not _may_refuse(each)}
         self._objects = {name: each for name, each in objects.items() if name not in self._rest}
 
     def load(self) -> None:
-        """Load what may be refused; where it is, nothing has changed."""
+        """Load the objects that may refuse; if one does, nothing has changed."""
         for name, each in self._objects.items():
             try:
                 self._loaded[name] = each, _state_before(each)
@@ -61,7 +61,7 @@ class StateLoading:
                 ) from reason
 
     def undo(self, refused: str = "", reason: Exception | None = None) -> None:
-        """Give back to the objects what they had, because one, `refused`, has raised `reason`."""
+        """Restore the old states of the objects, because one, `refused`, has raised `reason`."""
         lines = []
         first: Exception | None = None
         while self._loaded:
@@ -88,7 +88,7 @@ class StateLoading:
         )
 
     def load_rest(self) -> None:
-        """Load what fits and so cannot be refused, and forget what there was before."""
+        """Load the objects that cannot refuse, and forget all old states."""
         self._loaded.clear()
         for name, each in self._rest.items():
             try:
@@ -106,20 +106,20 @@ def _may_refuse(stateful: Any) -> bool:
 
 
 def _state_before(stateful: Any) -> Any:
-    # Such an object gets new tensors, so its old ones stay as they are. Others may write into the
-    # arrays that state_dict() has returned, so the state before must be a copy.
+    # Such an object gets new tensors, so its old ones do not change. Other objects may write into
+    # the arrays that state_dict() has returned, so the old state must be a copy.
     if isinstance(stateful, TensorState) and stateful.replaces_tensors:
         return stateful.state_dict()
     return copy.deepcopy(stateful.state_dict())
 
 
 def check_shapes(path: str, tree: Tree, stored: dict[str, Shape], state: Mapping[str, Any]) -> None:
-    """Compare the arrays of `tree` with those that the file `path` has. Local.
+    """Compare the arrays of `tree` with the arrays in the file `path`. Local.
 
-    Variables must have the shape and dtype of the file. Arrays of a ``state_dict()`` must have
-    its dtype and number of dimensions, and its lengths except the first: a history may have
-    grown. An array that the object does not have yet, or that is empty there, may become any, and
-    what `reshard` makes of it one of a `PerReplicaState`.
+    Variables must have the shape and dtype of the file. An array of a ``state_dict()`` must have
+    the dtype and the number of dimensions of the file, and the same lengths except the first: a
+    history may have grown. An array that the object does not have yet, or that is empty there, may
+    become any array. The state of a `PerReplicaState` that `reshard` converts is not compared.
     """
     lines = [*_of_variables(tree, stored), *_of_states(tree, stored, state)]
     if lines:
@@ -163,7 +163,7 @@ def _of_tensors(
 def _blank_state(
     path: str, stored: Mapping[str, Shape], state: Mapping[str, Any]
 ) -> tuple[dict[Any, Any], dict[str, Any]]:
-    """Return a state whose tensors have no values, and these by path."""
+    """Return a state whose tensors have no values, and these tensors by path."""
     below = f"{path}/"
     blank = {
         name.removeprefix(below): np.broadcast_to(np.zeros((), dtype), shape)
@@ -177,9 +177,9 @@ def _blank_state(
 def find_shards(
     tree: Tree, stored: Mapping[str, Shape], state: Mapping[str, Any]
 ) -> dict[str, Box]:
-    """Return by path which part of the stored arrays this rank needs, where not the whole. Local.
+    """Return by path the part of each stored array that this rank needs, if not the whole. Local.
 
-    The states fit their objects, as `check_shapes` has found.
+    `check_shapes` has found before that the states fit their objects.
     """
     found: dict[str, Box] = {}
     for path, stateful in tree.stateful.items():
@@ -214,27 +214,27 @@ def describe(shape: tuple[int, ...], dtype: np.dtype | str) -> str:
 
 @dataclass(frozen=True)
 class DeferredSlot:
-    """A slot that `owner` has for the variable `of`, or will have: a momentum, a moment."""
+    """A slot that `owner` has, or will have, for the variable `of`: a momentum, a moment."""
 
     owner: Trackable
     owner_path: str
     name: str
     of: Variable
     of_path: str | None
-    """``None`` where `of` is in no checkpoint."""
+    """``None`` if `of` is in no checkpoint."""
     make: Callable[[Any], Any]
-    """Called with `of`."""
+    """Creates the slot; called with `of`."""
 
     @property
     def key(self) -> tuple[int, str, int]:
-        """Equal where one child has several paths."""
+        """Key that is equal for all paths of the same child."""
         return id(self.owner), self.name, id(self.of)
 
 
 def deferred_slots(tree: Tree) -> dict[str, DeferredSlot]:
-    """Return by path the slots that variables of `tree` have or will have, made or not."""
+    """Return by path the slots that variables of `tree` have or will have, created or not."""
     # The first path of a variable counts. A later entry of a dict replaces an earlier one, so the
-    # paths come in reverse.
+    # paths are taken in reverse order.
     own = {id(variable): path for path, variable in reversed(list(tree.variables.items()))}
     found = {}
     for owner_path, owner in tree.trackables.items():
@@ -253,7 +253,7 @@ def deferred_slots(tree: Tree) -> dict[str, DeferredSlot]:
 def make_slots(
     slots: Mapping[str, DeferredSlot], tree: Tree, stored: Collection[str]
 ) -> dict[str, Variable]:
-    """Return, by path, new children for what only the file has. **Collective**."""
+    """Return, by path, new children for slots that only the file has. **Collective**."""
     made: dict[tuple[int, str, int], Variable] = {}
     by_path = {}
     for path, each in slots.items():
@@ -265,10 +265,10 @@ def make_slots(
 
 
 def attach_slots(slots: Mapping[str, DeferredSlot], made: Mapping[str, Variable]) -> None:
-    """Attach the slots that have been `made` to their owners, without filling them."""
+    """Attach the slots in `made` to their owners, without filling them."""
     for path, child in {id(child): (path, child) for path, child in made.items()}.values():
-        # The slot gets its values from this file. The hook of an earlier restore would fill it
-        # again when it is attached.
+        # Removed, because the slot gets its values from this file: the hook of an earlier restore
+        # would fill it again when it is attached.
         slots[path].owner._on_new_child = None
         slots[path].owner._attach_child(slots[path].name, child, of=slots[path].of)
 
@@ -276,7 +276,7 @@ def attach_slots(slots: Mapping[str, DeferredSlot], made: Mapping[str, Variable]
 def fresh_slots(
     slots: Mapping[str, DeferredSlot], tree: Tree, stored: Collection[str]
 ) -> dict[str, Variable]:
-    """Return the slots that the program which wrote the file had not made yet."""
+    """Return the slots that did not exist yet when the file was written."""
     owners = {each.owner_path for each in slots.values()}
     owners = {owner for owner in owners if any(each.startswith(f"{owner}/") for each in stored)}
     return {
@@ -290,7 +290,7 @@ def fresh_slots(
 
 
 def no_shards(path: str) -> dict[str, LoadedShard]:
-    """Return the shards that can be read from a file that is closed."""
+    """Return no shards: the file is closed."""
     return {}
 
 
@@ -301,7 +301,7 @@ class Restoration:
     path: str
     """The file, for messages."""
     layout: Layout
-    """Which replica of how many this is."""
+    """Which of how many replicas this rank has."""
     arrays: dict[str, np.ndarray]
     """Values by path that no object has taken yet."""
     state: dict[str, Any]
@@ -315,12 +315,12 @@ class Restoration:
     waiting: list[PlacedSlot] = field(default_factory=list)
     """Children whose variable has not been found yet."""
     read_shards: Callable[[str], dict[str, LoadedShard]] = no_shards
-    """Reads the sharded arrays below a path; nothing once the file is closed."""
+    """Reads the sharded arrays below a path; returns none once the file is closed."""
     is_partial: bool = False
-    """Whether what no object has taken is not missed."""
+    """Whether values that no object has taken are expected to be left."""
 
     def loading(self, tree: Tree) -> StateLoading:
-        """Return what fills the stateful objects of `tree` that the file has."""
+        """Return the loading of the states that the file has for objects of `tree`."""
         objects = {path: each for path, each in tree.stateful.items() if path in self.state}
         return StateLoading(self.path, objects, self._state_of)
 
@@ -332,12 +332,12 @@ class Restoration:
                 _load_kept(variable, self.components.pop(path, None))
 
     def take(self, tree: Tree, filled: Iterable[str] = ()) -> None:
-        """Forget what the objects of `tree` have received, and wait for their later children.
+        """Forget the values that the objects of `tree` have received, and wait for later children.
 
         `filled` are the paths of variables whose values never were in `arrays`.
         """
         for path in tree.paths():
-            self.restored.discard(path)  # an object in the place of one that had been filled
+            self.restored.discard(path)  # a new object in place of one that had been filled
         self.restored.update(filled)
         for path in tree.variables:
             if self.arrays.pop(path, None) is not None:
@@ -362,7 +362,7 @@ class Restoration:
     def fill_new_child(self, prefix: str, name: str, child: object, of: object) -> None:
         """Fill the `child` that has been attached to the object at the path `prefix`."""
         # `load_variables` and `take` remove entries from these dicts. A unit that is repeated after
-        # a loss needs them as they were.
+        # a loss needs all entries.
         kept = {what: copy.copy(each) for what, each in vars(self).items()}
         units.on_undo(lambda: vars(self).update(kept))
         objects = {name: child} if of is None else {}
@@ -370,7 +370,8 @@ class Restoration:
         tree = walk(objects, prefix, dependents, self.variables)
         here = _ids(tree.variables)
         ready = [each for each in self.waiting if id(each[1].of) in here]
-        # The new variables may be those that slots have waited for; these are filled with them.
+        # The new variables may be those that slots have waited for; these slots are filled with
+        # them.
         if ready:
             tree = walk(objects, prefix, [*dependents, *ready], self.variables)
         assign_replicas(tree.stateful.values(), self.layout)
@@ -384,7 +385,7 @@ class Restoration:
         self.take(tree)
 
     def left(self) -> dict[str, str]:
-        """Return what no object has taken yet, by path: shape and dtype, or "state"."""
+        """Return by path the values that no object has taken yet: shape and dtype, or "state"."""
         arrays = {path: describe(a.shape, a.dtype) for path, a in self.arrays.items()}
         return arrays | dict.fromkeys(self.state, "state")
 
@@ -397,14 +398,14 @@ class Restoration:
         arrays: dict[str, Any] = {
             key: self.arrays[f"{path}/{key}"] for key in self.arrays_below(path)
         }
-        if not isinstance(stateful, TensorState):  # which may keep them, and be rolled back
+        if not isinstance(stateful, TensorState):  # a TensorState may keep them, and be rolled back
             arrays = {key: array.copy() for key, array in arrays.items()}
         return join_state(self.state[path], arrays | self.read_shards(path))
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """Fills the children that an object gets later, where it stood at the path `prefix`."""
+    """Hook that fills the children that an object gets later; the object was at `prefix`."""
 
     restoration: Restoration
     prefix: str
@@ -414,7 +415,7 @@ class Waiting:
         self.restoration.fill_new_child(self.prefix, name, child, of)
 
     def missing_below(self, prefix: str) -> dict[str, tuple[str, str]]:
-        """Return what waits for an object that stands at `prefix` now: by path, kind and file."""
+        """Return what still waits for an object that is at `prefix` now: by path, kind and file."""
         if self.restoration.is_partial:
             return {}
         return {
@@ -425,7 +426,7 @@ class Waiting:
 
 
 def _load_kept(variable: Variable, kept: Kept | None) -> None:
-    """Set the components of a variable that was made after the restore. Local."""
+    """Set the components of a variable that was created after the restore. Local."""
     if kept is None or not saves_components(variable):
         return
     num_replicas, rows = kept
@@ -440,7 +441,7 @@ def _ids(variables: dict[str, Variable]) -> set[int]:
 
 
 def below(path: str, prefix: str) -> str | None:
-    """Return the rest of `path` below `prefix`, ``None`` if it lies elsewhere."""
+    """Return the rest of `path` below `prefix`, ``None`` if it is not below."""
     if not prefix:
         return path
     return path.removeprefix(f"{prefix}/") if path.startswith(f"{prefix}/") else None

@@ -1,4 +1,4 @@
-"""Differences between ranks that a save has found: what it refuses, and what it warns of."""
+"""Differences between ranks that a save has found: some raise an error, others only warn."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ def drifted_variables(
 ) -> set[str]:
     """Return the paths of values that differ, and warn or raise. **Collective**.
 
-    `own` has digests of mirrored variables and of tensors. The ranks that hold the same part of a
-    variable are compared: all of them, unless it is split over the ranks of a replica.
+    `own` has this rank's digests of mirrored variables and of tensors. Ranks that hold the same
+    part of a variable are compared: all ranks, unless the variable is split over the ranks of a
+    replica.
     """
     of_ranks: list[Mapping[str, str]] = collectives.gather_json(own, what)
     layout, differing = collectives.layout, {}
@@ -86,7 +87,7 @@ def _name_beside(path: str, variable: Variable | None) -> str:
 
 
 def refuse_differing(collectives: Collectives, what: str, path: str, own: Sequence[str]) -> None:
-    """Raise on every rank how the objects of the first rank that differs do. **Collective**.
+    """Raise on every rank how the first rank with different objects differs. **Collective**.
 
     `own` are the paths of the objects on this rank.
     """
@@ -102,7 +103,7 @@ def refuse_differing(collectives: Collectives, what: str, path: str, own: Sequen
 
 
 def refuse_differing_state(collectives: Collectives, what: str, digests: Mapping[str, str]) -> None:
-    """Raise on every rank which state is not equal on all of them. **Collective**."""
+    """Raise on every rank which states are not equal on all ranks. **Collective**."""
     of_ranks = collectives.gather_json(digests, what)
     lines = []
     for name, digest in of_ranks[0].items():

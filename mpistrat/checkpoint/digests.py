@@ -1,9 +1,9 @@
-"""Digests of what a checkpoint holds: XXH3-128 over pages, and SHA-256 in files of version 1.
+"""Digests of the contents of a checkpoint: XXH3-128 over pages, and SHA-256 in files of version 1.
 
-A digest inside a file proves that nothing is damaged. It cannot prove that nobody meant to change
-the file, since who changes the values can change the digest. So it is the fastest good one. Values
-larger than a page have a digest for each page, which threads and ranks compute independently, and
-the digest of the whole is taken over those of the pages.
+A digest inside a file shows accidental damage. It cannot show a deliberate change, since whoever
+changes the values can change the digest too. So the fastest good digest is enough. Values larger
+than a page have a digest per page, which threads and ranks compute independently; the digest of the
+whole is the digest of its page digests.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from mpistrat.system.text import rank_spans
 from mpistrat.system.xxh3 import xxh3_128, xxh3_128_hexdigest
 
 PAGE_BYTES = 2**22
-"""The bytes of one page; the last page of an array may be shorter."""
+"""Number of bytes of one page; the last page of an array may be shorter."""
 DIGEST_BYTES = 16
-"""The bytes of the digest of one page."""
+"""Number of bytes of the digest of one page."""
 
 _WHOLE = "xxh3-128:"
 _PAGED = "xxh3-128-4MiB:"
@@ -32,7 +32,7 @@ class ArrayDigest(NamedTuple):
     """The digest of an array."""
 
     text: str
-    """What the attribute ``digest`` holds."""
+    """The value of the attribute ``digest``."""
     pages: str = ""
     """The digests of its pages in hexadecimal, one after the other; empty if one page holds all."""
 
@@ -43,31 +43,31 @@ class ArrayDigest(NamedTuple):
 
 
 class Hasher(Protocol):
-    """A digest of bytes that come in parts."""
+    """A digest of bytes that arrive in parts."""
 
     def update(self, part: np.ndarray) -> None:
-        """Take in the next bytes, those of a contiguous array."""
+        """Add the next bytes, the contents of a contiguous array."""
 
     def result(self) -> ArrayDigest:
         """Return the digest of all parts so far."""
 
 
 class PagedHash:
-    """XXH3-128 of values that come in order, in parts of any size: for each page, and for all."""
+    """XXH3-128 of values that arrive in order, in parts of any size: per page, and of all."""
 
     def __init__(self) -> None:
         self._pages: list[bytes] = []
         """The digests of the pages that are complete."""
         self._page = xxh3_128()
         self._left = PAGE_BYTES
-        """The bytes that the current page lacks."""
+        """Number of bytes until the current page is full."""
 
     def update(self, part: np.ndarray) -> None:
-        """Take in the next bytes, those of a contiguous array."""
+        """Add the next bytes, the contents of a contiguous array."""
         data = memoryview(_bytes_of(part).data)
         while data:
-            # A full page is closed only when more bytes come. `result` closes the last one, which
-            # would otherwise be an empty page after a full one.
+            # A full page is closed only when more bytes arrive. `result` closes the last page,
+            # which would otherwise be an empty page after a full one.
             if not self._left:
                 self._close_page()
             here = data[: self._left]
@@ -99,31 +99,31 @@ class _Sha256:
 
 
 def hasher_like(stored: str) -> Hasher:
-    """Return a hasher for comparison with a digest that a file gives."""
+    """Return a hasher of the same kind as a digest that a file has stored."""
     return _Sha256() if stored.startswith(_OLD) else PagedHash()
 
 
 def digest_of_array(array: np.ndarray, like: str = "") -> ArrayDigest:
-    """Return the digest over the bytes of `array` in C order, of the kind of the digest `like`."""
+    """Return the digest of the bytes of `array` in C order, of the same kind as `like`."""
     hasher = hasher_like(like)
     hasher.update(np.ascontiguousarray(array))
     return hasher.result()
 
 
 def digest_of_text(text: bytes, like: str = "") -> str:
-    """Return the digest of a text in UTF-8, however long it is: texts have no pages."""
+    """Return the digest of a string in UTF-8; a string has no pages, however long it is."""
     if like.startswith(_OLD):
         return _OLD + hashlib.sha256(text).hexdigest()
     return _WHOLE + xxh3_128_hexdigest(text)
 
 
 def digest_of_pages(pages: bytes) -> str:
-    """Return the digest of values from those of their pages, one after the other."""
+    """Return the digest of values from the digests of their pages, one after the other."""
     return _PAGED + xxh3_128_hexdigest(pages)
 
 
 def digest_of_page_digests(pages: bytes) -> ArrayDigest:
-    """Return the digest of an array from those of all its pages, one after the other."""
+    """Return the digest of an array from the digests of all its pages, one after the other."""
     if len(pages) == DIGEST_BYTES:
         return ArrayDigest(_WHOLE + pages.hex())
     return ArrayDigest(digest_of_pages(pages), pages.hex())
@@ -140,7 +140,7 @@ def is_digest(text: object) -> bool:
 
 
 def is_paged(digest: str) -> bool:
-    """Return whether a digest was taken over those of pages."""
+    """Return whether a digest was taken over page digests."""
     return digest.startswith(_PAGED)
 
 
@@ -154,7 +154,7 @@ def differing_pages(found: ArrayDigest, stored: np.ndarray) -> str:
 
 
 def check_digest(found: str, stored: str) -> None:
-    """Raise ValueError unless values have the digest that the file gives."""
+    """Raise ValueError unless `found` is equal to the digest that the file has stored."""
     if found != stored:
         raise ValueError("the values do not have the digest that was stored with them")
 

@@ -1,9 +1,9 @@
 """Format of checkpoint files: versions, names, attributes and digests.
 
-A file holds one HDF5 dataset per variable under ``/variables``, the digests of its pages under
-``/digests`` where it is large, and one JSON text per object with other state under ``/state``. With
-``num_replicas=`` the components of SyncOnRead variables are under ``/replicas``.
-Errors and commands name the paths without these groups.
+A file holds one HDF5 dataset per variable under ``/variables``, the page digests of large variables
+under ``/digests``, and one JSON string per object with other state under ``/state``. With
+``num_replicas=`` the components of SyncOnRead variables are under ``/replicas``. Errors and
+commands name the paths without these groups.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ VARIABLES = "variables"
 STATE = "state"
 DIGESTS = "digests"
 REPLICAS = "replicas"
-"""The components of SyncOnRead variables under ``num_replicas=``, one row a replica."""
+"""Group of the components of SyncOnRead variables with ``num_replicas=``, one row per replica."""
 OLD_VERSION = 1
-"""Of files with SHA-256 digests, whose states hold only arrays and JSON values."""
+"""Version of files with SHA-256 digests, whose states hold only arrays and JSON values."""
 DEEPEST = 100
-"""Levels of groups. HDF5 itself uses the stack for each, and can be made to overflow it."""
+"""Most levels of groups. HDF5 itself uses the stack for each level, and can overflow it."""
 
 
 BITS_OF_FLOATS = {"bfloat16": np.dtype(np.uint16)} | dict.fromkeys(
     ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
     np.dtype(np.uint8),
 )
-"""Dtypes of tensors that HDF5 does not have, and as which integers their bits are stored."""
+"""Dtypes of tensors that HDF5 does not have, and the integer dtypes that store their bits."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Header:
     """The attributes of the root group."""
 
     step: int = -1
-    """The training step, -1 where unknown."""
+    """The training step, -1 if it is unknown."""
     num_replicas: int = 1
     """Number of replicas that the program had when it saved."""
     mpi_library: str = "none"
@@ -58,7 +58,7 @@ class Header:
     format: str = FORMAT
     format_version: int = FORMAT_VERSION
     arithmetic: str = ""
-    """Fingerprint of the arithmetic that the bits depend on, of a job with ``num_replicas=``."""
+    """Fingerprint of the arithmetic that determines the bits, of a job with ``num_replicas=``."""
 
     def attributes(self) -> dict[str, str | int]:
         """Return the attributes that a file has."""
@@ -66,12 +66,12 @@ class Header:
 
     @staticmethod
     def timestamp(created_s: float | None = None) -> str:
-        """Return a time in seconds since 1970, by default now, as `created` holds it."""
+        """Return a time in seconds since 1970 (default: now) in the format of `created`."""
         created_s = time.time() if created_s is None else created_s
         return datetime.fromtimestamp(created_s, timezone.utc).isoformat()
 
     def digest(self, like: str = "") -> str:
-        """Return what the attribute ``digest`` holds: over the others, as JSON with sorted keys."""
+        """Return the attribute ``digest``, taken over the others as JSON with sorted keys."""
         return digest_of_text(json.dumps(self.attributes(), sort_keys=True).encode(), like)
 
     @property
@@ -100,16 +100,16 @@ class VariableInfo:
 
     shape: tuple[int, ...]
     dtype: np.dtype
-    """In the machine's byte order."""
+    """Dtype in the machine's byte order."""
     synchronization: str
     """Name of a `VariableSynchronization`."""
     aggregation: str
     """Name of a `VariableAggregation`."""
     trainable: bool
     digest: str
-    """Over the bytes in C order as they are stored; see `mpistrat.checkpoint.digests`."""
+    """Digest of the stored bytes in C order; see `mpistrat.checkpoint.digests`."""
     tensor_dtype: str = ""
-    """The dtype that these bytes have in the program, where HDF5 has none such."""
+    """Dtype of these bytes in the program, if HDF5 has no such dtype."""
 
     def __post_init__(self) -> None:
         if self.synchronization not in VariableSynchronization.__members__:
@@ -141,14 +141,14 @@ def is_storable(dtype: np.dtype) -> bool:
 
 
 def check_path(path: str) -> None:
-    """Refuse an object path that HDF5 cannot hold."""
+    """Raise for an object path that HDF5 cannot hold."""
     if not all(map(is_path_part, path.split("/"))):
         raise ValueError(
             f"{path!r} cannot be the path of an object in a checkpoint: no part of it may be "
             "empty, '.' or '..', and it may hold no zero byte. Rename the object or dict key."
         )
     num_parts = path.count("/") + 1
-    if num_parts >= DEEPEST:  # the group of all variables is one level too
+    if num_parts >= DEEPEST:  # the group of all variables is also a level
         raise ValueError(
             f"{path[:40] + '...'!r} cannot be the path of an object in a checkpoint: it has "
             f"{num_parts} parts, and the most that can be read is {DEEPEST - 1}. Keep the object "
@@ -162,7 +162,7 @@ def is_path_part(name: str) -> bool:
 
 
 def checked_path(what: str, path: str | os.PathLike[str]) -> str:
-    """Return the path of a file as a string, unchanged, or raise why it is none."""
+    """Return the path of a file as a string, unchanged, or raise why it is not a path."""
     name = os.fspath(path) if isinstance(path, str | os.PathLike) else path
     if not isinstance(name, str):
         raise TypeError(f"{what} needs a path as a string or pathlib.Path, not {path!r}.")

@@ -37,9 +37,9 @@ from mpistrat.variables import Variable
 
 
 def restore_newest(root: Trackable, directory: str, paths: Sequence[str]) -> str | None:
-    """Restore the objects below `root` from the last of `paths` that is sound. **Collective**.
+    """Restore the objects below `root` from the last intact file of `paths`. **Collective**.
 
-    A restore assigns all or nothing, so each file is tried, and read once.
+    A restore changes all objects or none, so this tries each file, and reads it once.
     """
     errors: list[CheckpointError] = []
     for path in reversed(paths):
@@ -48,7 +48,7 @@ def restore_newest(root: Trackable, directory: str, paths: Sequence[str]) -> str
         except CheckpointMismatchError:
             raise
         except CheckpointError as error:
-            # Every rank gets the error. Only the rank that has raised it first logs it.
+            # Every rank gets the error. Only the rank that raised it first logs it.
             if not getattr(error, "_caused_elsewhere", False):
                 warn_of_damage(error)
             errors.append(error)
@@ -56,8 +56,8 @@ def restore_newest(root: Trackable, directory: str, paths: Sequence[str]) -> str
             return path
     if not errors:
         return None
-    # To start again without an error would lose what the program had reached, and later checkpoints
-    # would take the places of these.
+    # Starting again without an error would lose the progress of the program, and later checkpoints
+    # would replace these files.
     corrupt = any(isinstance(error, CheckpointCorruptError) for error in errors)
     raise (CheckpointCorruptError if corrupt else CheckpointError)(
         f"The folder {directory} has checkpoints, but none of them can be restored:\n"
@@ -76,37 +76,41 @@ def _ranks(manager: CheckpointManager) -> Collectives:
 
 
 class CheckpointManager(Hinted):
-    """Saves a checkpoint again and again, keeps some, and finds the newest one that is sound.
+    """Save checkpoints during training, delete old ones, and find the newest intact one.
 
-    Making it is **Collective**: rank 0 looks through the folder and removes the temporary files
-    of writers that are dead.
+    Creating a manager is **Collective**: rank 0 looks through the folder and removes temporary
+    files of writers that are dead.
 
     Parameters
     ----------
     checkpoint : Checkpoint
+        The objects to save and restore.
     directory : path
-        Made when the first file is saved. One manager at a time may use it. A relative path
-        stands for the folder that it names on rank 0 when the manager is made.
+        Folder of the files, created with the first file. Only one manager at a time may use it. A
+        relative path is relative to rank 0's working directory at the time when the manager is
+        created.
     max_to_keep : int or None
         How many of the newest files stay; ``None`` keeps all.
     keep_every_n_hours : float, optional
-        A file that would go stays, if this many hours have passed since the last one that stayed
-        for this reason.
+        Keep a file that would be deleted, if this many hours have passed since the last file that
+        was kept for this reason. Default: keep none.
     step_counter : Variable or callable, optional
-        Gives the step where `save` is called without one.
+        Variable that holds the step, or function that returns it, for calls of `save` without a
+        step.
     asynchronous : bool
         Whether `save` returns once it has copied the state, and rank 0 writes the copy while the
-        program continues. Rank 0 keeps the memory of the copy for the next one.
+        program continues. Rank 0 keeps the memory of the copy for the next save.
     parallel : bool
-        Whether all ranks write each file, as by ``Checkpoint.write(path, parallel=True)``. Not
+        Whether all ranks write each file, as ``Checkpoint.write(path, parallel=True)`` does. Not
         together with `asynchronous`.
     drift : str
-        As for `Checkpoint.write`: ``"warn"``, ``"raise"`` or ``"ignore"``.
+        What to do about replicas that differ, as for `Checkpoint.write`: ``"warn"``, ``"raise"`` or
+        ``"ignore"``.
 
     Raises
     ------
     TypeError, ValueError
-        For arguments of another type or range.
+        If an argument has the wrong type or is out of range.
 
     Examples
     --------
@@ -170,7 +174,7 @@ class CheckpointManager(Hinted):
         self._saver = BackgroundSaver() if asynchronous else None
         self._planned: Retention | None = None
         keep_every_s = None if keep_every_n_hours is None else keep_every_n_hours * 3600.0
-        # A program that changes its working folder still means the files that it meant before.
+        # A program that changes its working directory still means the same folder as before.
         self._directory = self._given
         self._directory, now_s, found = self._from_root("CheckpointManager", self._look_through)
         entries = [Entry(*each) for each in found]
@@ -178,7 +182,7 @@ class CheckpointManager(Hinted):
 
     @property
     def directory(self) -> str:
-        """The folder, as it was given. Local."""
+        """The folder, as the program passed it. Local."""
         return self._given
 
     @property
@@ -190,35 +194,41 @@ class CheckpointManager(Hinted):
     def checkpoints(self) -> list[str]:
         """The paths of all files in the folder, oldest first. Local.
 
-        One that is being written in the background comes with the next `save` or `wait`.
+        A file that is being written in the background is included after the next `save` or `wait`.
         """
         return [self._as_given(entry.path) for entry in self._retention.entries]
 
     @property
     def latest_checkpoint(self) -> str | None:
-        """The path of the newest of `checkpoints`, sound or not, ``None`` without any. Local."""
+        """The path of the newest of `checkpoints`, intact or not; ``None`` without any. Local."""
         return self.checkpoints[-1] if self.checkpoints else None
 
     @collective("CheckpointManager.save", of=_ranks, sets_attributes=True)
     def save(self, step: int | None = None) -> str:
         """Write ``<directory>/checkpoint-<step>.h5``, and return the path. **Collective**.
 
-        Older files that are not to be kept have been removed when it returns on any rank. With
-        ``asynchronous=True`` it waits for the file before, and returns once the state has been
-        copied; the new file then appears later, and older ones go after that.
+        Before it returns on any rank, older files that are not to be kept have been removed. With
+        ``asynchronous=True`` it first waits for the previous file, and returns once the state has
+        been copied; the new file appears later, and older files are removed after that.
 
         Parameters
         ----------
         step : int, optional
-            By default the value of the step counter, else one more than the last step.
+            Number of the file, the same on all ranks and not negative. Default: the value of the
+            step counter; without one, the last step plus one.
+
+        Returns
+        -------
+        str
+            The path of the file, below `directory` as the program passed it.
 
         Raises
         ------
         CheckpointError
-            As `Checkpoint.write` does. With ``asynchronous=True`` that of the save before, which
-            is then forgotten, and nothing is saved.
+            In the same cases as `Checkpoint.write`. With ``asynchronous=True`` it is the error of
+            the previous save, and nothing is saved; the next call saves again.
         ValueError
-            For a negative step.
+            If `step` is negative.
         """
         self.wait()
         given = self._step(step)
@@ -231,8 +241,8 @@ class CheckpointManager(Hinted):
         # Rank 0's clock decides, so that all ranks remove the same files.
         now_s = collectives.on_root(time.time, "CheckpointManager.save", self._directory)
         entry = Entry(self._retention.time_after_all(now_s), number, path)
-        # A plan, which counts once the new file is there: a save that fails must not remove an
-        # older file.
+        # This is a plan, which takes effect once the new file is there: a save that fails must not
+        # remove an older file.
         planned = copy.copy(self._retention)
         surplus = planned.add(entry)
         if self._saver is not None:
@@ -251,24 +261,29 @@ class CheckpointManager(Hinted):
 
     @collective("CheckpointManager.restore_or_initialize", writes=True, of=_ranks)
     def restore_or_initialize(self, init_fn: Callable[[], object] | None = None) -> str | None:
-        """Restore the newest file that is sound, else call `init_fn`. **Collective**.
+        """Restore the newest intact file; if there is no file, call `init_fn`. **Collective**.
 
-        Damaged files are passed over with a warning. Every object that the program has must be
-        in the file; use `Checkpoint.restore` to restore in part.
+        Damaged files are skipped with a warning. Every object that the program has must be in the
+        file; use `Checkpoint.restore` to restore only some of them.
+
+        Parameters
+        ----------
+        init_fn : callable, optional
+            Function without arguments that every rank calls if the folder has no checkpoint.
 
         Returns
         -------
         str or None
-            The path of the file that was restored, on every rank.
+            The path of the file that was restored, on every rank; ``None`` if there was no file.
 
         Raises
         ------
         CheckpointCorruptError
-            If the folder has checkpoints but none is sound: training never starts again
-            unnoticed. Move the files away where that is meant.
+            If the folder has checkpoints but none is intact: training never restarts from the
+            beginning unnoticed. Move the files away if you want that.
         CheckpointMismatchError
-            If the file lacks an object of the program, or shapes or dtypes differ; the program
-            is then as it was.
+            If the file lacks an object of the program, or shapes or dtypes differ; the program is
+            then unchanged.
         """
         what = "CheckpointManager.restore_or_initialize"
         with _ranks(self).call(what) as call:
@@ -288,13 +303,13 @@ class CheckpointManager(Hinted):
     def wait(self) -> None:
         """Wait until the last `save` is on disk. **Collective** with ``asynchronous=True``.
 
-        Without, `save` itself waits, and this returns at once.
+        Without ``asynchronous=True``, `save` itself waits, and `wait` returns at once.
 
         Raises
         ------
         CheckpointError
-            On every rank, if the last file could not be written. Where the rank that wrote it is
-            lost (``elastic=True``), a warning says so instead.
+            On every rank, if the last file could not be written. If the rank that wrote it is lost
+            (``elastic=True``), a warning says so instead.
         """
         if self._saver is not None:
             self._end()
@@ -302,7 +317,7 @@ class CheckpointManager(Hinted):
     @collective("CheckpointManager.wait", of=_ranks, sets_attributes=True)
     def _end(self) -> None:
         assert self._saver is not None
-        # If the file could not be written, its plan goes with it, and the old files stay.
+        # If the file could not be written, its plan is dropped, and the old files stay.
         planned, self._planned = self._planned, None
         if self._saver.end(_ranks(self)) and planned is not None:
             self._retention = planned
@@ -320,7 +335,7 @@ class CheckpointManager(Hinted):
         return html_table(repr(self), rows, ("step", "file", "saved"))
 
     def _step(self, step: int | None) -> Any:
-        """Return the step that is given, counted or next. **Collective** as the counter is."""
+        """Return the step that was passed, counted or next. **Collective** if the counter is."""
         counter = self._step_counter
         given: Any = step
         if given is None and counter is not None:
@@ -331,13 +346,13 @@ class CheckpointManager(Hinted):
         return given
 
     def _as_given(self, path: str) -> str:
-        """Return the `path` of a file in the folder as the program names the folder."""
+        """Return the `path` of a file, below the folder as the program passed it."""
         return os.path.join(self._given, os.path.basename(path))
 
     def _look_through(self) -> tuple[str, float, list[tuple[float, int, str]]]:
-        """Return the folder, the time and the files, without those of dead writers."""
+        """Return the folder, the time and the files, after removing the files of dead writers."""
         directory = os.path.abspath(self._directory)
-        # First, as it names a folder that may not be read.
+        # Listed first, because the error names the folder if it may not be read.
         found, now_s = list_folder(directory), time.time()
         for path in remove_leftovers(directory, PREFIX):
             _logger.info("Removed %s, which a writer left behind when it died.", path)
@@ -345,7 +360,7 @@ class CheckpointManager(Hinted):
         return directory, now_s, [(each.created_s, each.step, each.path) for each in found]
 
     def _from_root(self, what: str, look: Callable[[], Any]) -> Any:
-        """Return what `look` finds on rank 0, on every rank. **Collective**."""
+        """Return on every rank the value that `look` returns on rank 0. **Collective**."""
         return _ranks(self).on_root(look, what, self._directory)
 
     def _tree(self) -> Tree:

@@ -1,6 +1,6 @@
-"""Object graph of a checkpoint: which objects hold state, under which paths, of which strategy.
+"""Object graph of a checkpoint: the objects that hold state, their paths, and their strategy.
 
-Attribute names and dict keys are joined by ``/``, list items count by number:
+Attribute names and dict keys are joined by ``/``, list items have their index as name:
 ``model/layers/0/kernel``.
 """
 
@@ -37,7 +37,7 @@ def state_adapter(value: object) -> Any:
 
 
 class GeneratorState:
-    """Gives and takes the state of a `numpy.random.BitGenerator`, whatever its kind."""
+    """Returns and sets the state of any kind of `numpy.random.BitGenerator`."""
 
     def __init__(self, bits: Any) -> None:
         self._bits = bits
@@ -56,7 +56,7 @@ class GeneratorState:
 
 
 class RandomStateState:
-    """Gives and takes the state of a `numpy.random.RandomState`."""
+    """Returns and sets the state of a `numpy.random.RandomState`."""
 
     def __init__(self, generator: np.random.RandomState) -> None:
         self._generator = generator
@@ -72,9 +72,9 @@ class RandomStateState:
 
 
 class DeviceGeneratorState:
-    """Gives and takes the state of a bit generator of CuPy, which is an array on the device.
+    """Returns and sets the state of a bit generator of CuPy, which is an array on the device.
 
-    It belongs to the number of threads that the generator was made with.
+    It fits only a generator that was created with the same number of threads.
     """
 
     def __init__(self, bits: Any) -> None:
@@ -104,15 +104,15 @@ def _as_json(value: Any) -> Any:
 
 
 PlacedSlot = tuple[str, Dependent]
-"""A dependent child, after the path of the object that keeps it."""
+"""A dependent child, preceded by the path of the object that keeps it."""
 
 
 def slot_paths(
     dependents: Iterable[PlacedSlot], variables: Mapping[str, Any]
 ) -> tuple[dict[str, PlacedSlot], dict[str, PlacedSlot]]:
-    """Return `dependents` by path, and those of them whose variable is in no checkpoint. Local.
+    """Return `dependents` by path, and the subset whose variable is in no checkpoint. Local.
 
-    Those of a variable in no checkpoint have its name in place of its path.
+    A path of the subset contains the variable's name in place of its path.
     """
     paths = {id(variable): path for path, variable in reversed(list(variables.items()))}
     found: dict[str, PlacedSlot] = {}
@@ -138,8 +138,8 @@ def slot_paths(
 def part_of_name(name: str) -> str:
     """Return the name of a variable as one part of a path: percent-encoded as in URLs. Local.
 
-    ``dense/kernel`` is ``dense%2Fkernel``, so that variables called ``dense`` and
-    ``dense/kernel`` can stand side by side in a file. `urllib.parse.unquote` brings a name back.
+    ``dense/kernel`` is ``dense%2Fkernel``, so that a file can hold both a variable ``dense`` and a
+    variable ``dense/kernel``. `urllib.parse.unquote` decodes a name.
     """
     # "%" first, or the "%" of the other two would be encoded again.
     part = name.replace("%", "%25").replace("/", "%2F").replace("\0", "%00")
@@ -149,13 +149,13 @@ def part_of_name(name: str) -> str:
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An object that gives and takes its own state, of arrays and JSON values."""
+    """An object that returns and sets its own state, of arrays and JSON values."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state."""
 
     def load_state_dict(self, state: dict[str, Any], /) -> object:
-        """Take over a state that `state_dict` returned."""
+        """Set a state that `state_dict` returned."""
 
 
 def split_object(stateful: Stateful, path: str) -> SplitState:
@@ -165,7 +165,7 @@ def split_object(stateful: Stateful, path: str) -> SplitState:
 
 @dataclass
 class Tree:
-    """What a walk has found, by path."""
+    """The objects that a walk has found, by path."""
 
     variables: dict[str, Variable] = field(default_factory=dict)
     stateful: dict[str, Stateful] = field(default_factory=dict)
@@ -174,7 +174,7 @@ class Tree:
     empty: list[str] = field(default_factory=list)
     """Plain objects without any state below them."""
     outside: dict[str, PlacedSlot] = field(default_factory=dict)
-    """Children of variables that are not in the tree. Their paths have the variables' names."""
+    """Children of variables that are not in the tree. Their paths contain the variables' names."""
 
     def paths(self) -> list[str]:
         """Return the paths of all variables and stateful objects."""
@@ -189,9 +189,8 @@ def walk(
 ) -> Tree:
     """Return the state below `objects`, whose names follow `prefix`. Local.
 
-    Variables, trackables, generators and objects with ``state_dict()`` are found in dicts,
-    lists, tuples, deques, and in the attributes of other objects, whose other attributes are left
-    out.
+    The walk finds variables, trackables, generators and objects with ``state_dict()`` in dicts,
+    lists, tuples and deques, and in the attributes of other objects. It skips all other attributes.
     """
     walker = _Walker()
     for name, child in objects.items():
@@ -202,12 +201,12 @@ def walk(
 
 
 def tree_of(root: Trackable) -> Tree:
-    """Return the state below `root`, as `walk`."""
+    """Return the state below `root`, as `walk` does."""
     return walk(root._checkpoint_children())
 
 
 def check_can_hold_state(path: str, child: object) -> None:
-    """Refuse an object that a checkpoint can never save or fill."""
+    """Raise for an object that a checkpoint can never save or fill."""
     if (
         _has_own_state(child)
         or isinstance(child, dict | list | tuple | deque)
@@ -232,7 +231,7 @@ def _has_own_state(child: object) -> bool:
 
 
 def _is_leaf(child: object) -> bool:
-    if isinstance(child, Variable):  # most are, and what follows takes longer
+    if isinstance(child, Variable):  # most are variables, and the rest takes longer
         return True
     return not isinstance(child, Trackable) and _has_own_state(child)
 
@@ -243,13 +242,13 @@ class _Walker:
         self.dependents: list[PlacedSlot] = []
 
     def take_in(self, dependents: Sequence[PlacedSlot], known: Mapping[str, Variable]) -> None:
-        """Visit children that belong to variables, once the paths of these are known."""
+        """Visit children that belong to variables, once the paths of these variables are known."""
         found, self.tree.outside = slot_paths(dependents, {**known, **self.tree.variables})
         for path, (_, dependent) in found.items():
             self.visit(path, dependent.child)
 
     def visit(self, path: str, child: object) -> None:
-        """Take in `child` and what is below it."""
+        """Add `child` and everything below it."""
         plain: list[str] = []
         for place, thing, reach in walk_objects(path, child, _is_leaf):
             must_hold_state = reach is not Reach.ATTRIBUTE
@@ -280,7 +279,7 @@ class _Walker:
 
 
 def check_disjoint(paths: list[str]) -> None:
-    """Refuse paths of which one would be a dataset and a group at once."""
+    """Raise if a path would be a dataset and a group at once."""
     known = set(paths)
     for path in paths:
         parts = path.split("/")
@@ -296,9 +295,9 @@ def check_disjoint(paths: list[str]) -> None:
 def collectives_for(tree: Tree, what: str) -> Collectives:
     """Return the collectives of the strategy of the objects in `tree`. Local.
 
-    Where they have none, those of the current strategy, then of PyTorch's process group of all
-    ranks, then for objects other than variables those of the only strategy on several ranks that
-    is open; else those of one process without MPI.
+    If the objects have no strategy, return the collectives of the current strategy; else of
+    PyTorch's process group of all ranks; else, for objects other than variables, of the only open
+    strategy on several ranks; else of one process without MPI.
     """
     strategy = strategy_of(tree, what)
     if strategy is None:
@@ -314,7 +313,7 @@ def collectives_for(tree: Tree, what: str) -> Collectives:
 
 
 def strategy_of(tree: Tree, what: str) -> Any:
-    """Return the strategy of the objects in `tree`, as `collectives_for`, or ``None``."""
+    """Return the strategy of the objects in `tree`, chosen as in `collectives_for`, or ``None``."""
     found: dict[int, Any] = {}
     groups: tuple[dict[str, Any], ...] = (tree.variables, tree.stateful, tree.trackables)
     for group in groups:

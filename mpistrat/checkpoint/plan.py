@@ -1,4 +1,4 @@
-"""Plan of a save: its arrays and states, which are checked, and the ranks that write each."""
+"""Plan of a save: checks its arrays and states, and decides which ranks write each."""
 
 from __future__ import annotations
 
@@ -65,23 +65,25 @@ from mpistrat.variables.variable import placement_of, storage_of
 _logger = logging.getLogger("mpistrat")
 
 _WHEN_DRIFTED = ("warn", "raise", "ignore")
-"""What a save does about replicas that differ."""
+"""How a save can handle replicas that differ."""
 
 
 class SavePlan:
-    """What a save of the objects below `root` writes.
+    """Everything that a save of the objects below `root` writes.
 
-    Making one is **Collective**: all ranks prove that they have the same objects, and that these
-    can be saved.
+    Creating a plan is **Collective**: all ranks check that they have the same objects, and that
+    these can be saved.
 
     Attributes
     ----------
     collectives : Collectives
+        The collectives of the ranks that save.
     path : str
+        The file.
     writers : Writers or None
         The ranks that the path belongs to from now on.
     writes_here : bool
-        Whether this job's part of the ranks writes the file; outside of strategies rank 0.
+        Whether this rank takes part in the save; outside of strategies only rank 0 does.
     """
 
     def __init__(
@@ -107,7 +109,7 @@ class SavePlan:
             call.agree(self.path, drift, switches)
         self._what = what
         self._keeps_shards = keeps_shards
-        """Whether sharded tensors stay where they are, and are not brought to rank 0."""
+        """Whether sharded tensors are written by the ranks that hold them, not sent to rank 0."""
         self.writers = Writers.of(self.collectives)
         self.writes_here = writes_here(tree, self.collectives)
         if not self.writes_here:
@@ -116,19 +118,19 @@ class SavePlan:
             _warn_if_unconnected(what, self.path)
         self._states: dict[str, SplitState] = {}
         self._of_replicas: dict[str, list[SplitState]] = {}
-        """What each `PerReplicaState` has on this rank, by path."""
+        """The states of each `PerReplicaState` on this rank, by path."""
         self._mirrored: dict[str, str] = {}
         """Digests of mirrored variables and of tensors, by path."""
         self._keys: dict[str, set[str]] = {}
-        """Of the tensors that are to be equal on all ranks, by the path of their object."""
+        """Keys of the tensors that must be equal on all ranks, by the path of their object."""
         self._drifted: set[str] = set()
-        # Three short digests per rank are exchanged, however large the state is. Details are
-        # gathered only if they differ.
+        # The ranks exchange three short digests each, however large the state is. They gather
+        # details only if these differ.
         of_ranks = self.collectives.on_all(
             lambda: self._check(root, replaces, drift), what, self.path
         )
-        # Paths first: states and values can be compared by name only if all ranks have the same
-        # names.
+        # Paths are compared first: states and values can be compared by name only if all ranks have
+        # the same names.
         if any(each[0] != of_ranks[0][0] for each in of_ranks):
             refuse_differing(self.collectives, what, self.path, tree.paths())
         if any(each[1] != of_ranks[0][1] for each in of_ranks):
@@ -140,13 +142,13 @@ class SavePlan:
         self._is_parallel = parallel
 
     def _check(self, root: Trackable, replaces: Replaces, drift: str) -> tuple[str, str, str]:
-        """Take the states of objects, and return the digests of all paths, states and values."""
+        """Collect the states of objects, and return the digests of all paths, states and values."""
         _check_savable(self._tree)
         if self.writes_here and self.collectives.rank == 0:
             check_may_replace(self.path, replaces)
         if self._tree.stateful:
             assign_replicas(self._tree.stateful.values(), self.collectives.layout)
-        if self.collectives.rank == 0:  # expect_partial() may have been called there alone
+        if self.collectives.rank == 0:  # expect_partial() may have been called only there
             _check_nothing_waits(self._what, root, self._tree)
         self._digests: dict[str, str] = {}
         is_compared = self.collectives.size > 1
@@ -163,8 +165,8 @@ class SavePlan:
         for name, variable in self._tree.variables.items():
             if is_compared and not isinstance(variable, WrittenTogether | SyncOnReadVariable):
                 self._digests[name] = _digest_of_variable(variable)
-        # Kept apart from `_digests`: a difference there refuses the save, while `drift` may ask
-        # only for a warning here.
+        # These are kept apart from `_digests`: a difference there fails the save, while here
+        # `drift` may ask only for a warning.
         if is_compared and drift != "ignore":
             self._mirrored = {
                 name: _digest_of_variable(each)
@@ -212,11 +214,11 @@ class SavePlan:
         )
 
     def items(self) -> Iterator[Item]:
-        """Yield all that goes into the file, in step on all ranks. **Collective**.
+        """Yield everything that is written to the file, in step on all ranks. **Collective**.
 
-        One variable at a time comes to rank 0, so drop each item before the next one.
+        Rank 0 gets one variable at a time, so drop each item before the next one.
         """
-        # In the same order on every rank, which the constructor has compared: most items are
+        # All ranks use the order that the constructor has compared, because most items are
         # collective.
         for name, variable in self._tree.variables.items():
             if placement_of(variable).is_in_parts and self._keeps_parts(variable):
@@ -233,7 +235,7 @@ class SavePlan:
         for name, own in self._of_replicas.items():
             join = gather_states(self.collectives, self._what, name, own)
             items: list[Item] = []
-            # `join` is there only on rank 0, and calls code of the user. Its outcome is shared
+            # Only rank 0 has `join`, which calls code of the user. The ranks share its outcome
             # before the next collective, which the others would otherwise reach without rank 0.
             with self.collectives.common_outcome(self._what, name):
                 if join is not None:
@@ -257,7 +259,7 @@ class SavePlan:
             elif self._keeps_shards and array.mesh:
                 yield _item_of_tensor(path, array, parts=Parts(array.mesh, array.shards))
             elif array.num_ranks:
-                whole = np.asarray(array)  # on every rank
+                whole = np.asarray(array)  # the whole tensor, on every rank
                 own = whole if self.collectives.rank == 0 else None
                 del whole
                 yield _item_of_tensor(path, array, own, life=BufferLifetime.BRIEF)
@@ -266,14 +268,14 @@ class SavePlan:
                 life = BufferLifetime.EVERYWHERE
                 yield _item_of_tensor(path, array, np.asarray(array), life=life)
             elif self.collectives.rank == 0:
-                # A view shows memory of the tensor, which stays. A copy belongs to this item, and
-                # goes with it.
+                # A view shows memory of the tensor, which stays valid. A copy belongs to this item,
+                # and is freed with it.
                 life = BufferLifetime.LONG if array.is_view else BufferLifetime.BRIEF
                 yield _item_of_tensor(path, array, np.asarray(array), life=life)
 
 
 def check_drift_option(drift: object) -> None:
-    """Refuse another value of the argument `drift` than `_WHEN_DRIFTED`."""
+    """Raise for a value of the argument `drift` that is not in `_WHEN_DRIFTED`."""
     if drift not in _WHEN_DRIFTED:
         allowed = ", ".join(map(repr, _WHEN_DRIFTED))
         raise ValueError(f"drift must be one of {allowed}, not {drift!r}.")
@@ -291,14 +293,14 @@ def _warn_of_root(what: str) -> None:
 
 
 def _item_of_variable(name: str, variable: Variable, is_divided: bool) -> Item:
-    """Bring the values of one variable to rank 0. **Collective**.
+    """Send the values of one variable to rank 0. **Collective**.
 
-    If `is_divided`, ranks that have the same values divide the large variables among them.
+    If `is_divided`, ranks that have the same values divide the large variables among themselves.
     """
     value = variable._save_value()
     placement = placement_of(variable)
-    # The value is either the storage of the variable itself, which stays until the end of the save,
-    # or an array that was created for this call.
+    # The value is either the storage of the variable itself, which stays valid until the end of the
+    # save, or an array that was created for this call.
     is_kept = placement.is_here and value is storage_of(variable)
     life = BufferLifetime.LONG if is_kept else BufferLifetime.BRIEF
     is_whole = isinstance(variable, MirroredVariable) and not placement.is_in_parts
@@ -308,7 +310,7 @@ def _item_of_variable(name: str, variable: Variable, is_divided: bool) -> Item:
 
 
 def _item_of_parts(name: str, variable: Any, is_parallel: bool) -> Item:
-    """Return an item whose parts the ranks write, or whose pieces are sent to rank 0."""
+    """Return an item whose parts the ranks write, or whose pieces they send to rank 0."""
     placement = placement_of(variable)
     box = placement.box
     if not is_parallel or box is None or not isinstance(variable, WrittenTogether):
@@ -357,8 +359,8 @@ def _item_of_tensor(
 def _collectives_for(tree: Tree, what: str) -> Collectives:
     """Return the collectives of a save of the objects in `tree`. **Collective** in one case.
 
-    As `collectives_for`; but a tree without variables, which no strategy of the program owns, is
-    compared by all ranks of the job, if they are connected.
+    Chosen as in `collectives_for`. But if no strategy of the program owns the tree and it has no
+    variables, all ranks of the job compare it, if they are connected.
     """
     if tree.variables or strategy_of(tree, what) is not None:
         return collectives_for(tree, what)
@@ -380,12 +382,13 @@ def _collectives_for(tree: Tree, what: str) -> Collectives:
 
 
 def _check_nothing_waits(what: str, root: Trackable, tree: Tree) -> None:
-    """Refuse to save while restored values wait for objects below `root`, whose `tree` it is."""
+    """Raise if restored values still wait for objects below `root`, whose tree is `tree`."""
     waiting: dict[str, tuple[str, str]] = {}
-    for prefix, trackable in {"": root, **tree.trackables}.items():  # parents come first
+    for prefix, trackable in {"": root, **tree.trackables}.items():  # parents first
         hook = trackable._on_new_child
         if isinstance(hook, Waiting):
-            # What it waits for itself counts, not what an object above expects for it.
+            # The values that the object itself waits for count, not those that an object above
+            # expects for it.
             waiting = {path: each for path, each in waiting.items() if below(path, prefix) is None}
             waiting |= hook.missing_below(prefix)
     if waiting:
@@ -417,7 +420,7 @@ def _digest_of_state(state: SplitState, with_values: bool) -> str:
     rest, arrays = state
     digests = [digest_of_text(json.dumps(marked(rest), sort_keys=True).encode())]
     for key, array in sorted(arrays.items()):
-        # A sharded tensor has different elements on each rank by design: only its key, dtype and
+        # A sharded tensor has different elements on each rank by design, so only its key, dtype and
         # shape count.
         is_whole = isinstance(array, np.ndarray) or not array.num_ranks
         is_compared = with_values and is_whole
@@ -435,12 +438,12 @@ def _digest_of_array(array: np.ndarray) -> str:
 
 
 def _digest_of_texts(texts: Iterable[str]) -> str:
-    # Separated, or the texts "ab", "c" and "a", "bc" would have the same digest.
+    # Joined by a separator, or "ab", "c" and "a", "bc" would have the same digest.
     return digest_of_text("\0".join(texts).encode())
 
 
 def writes_here(tree: Tree, collectives: Collectives) -> bool:
-    """Return whether this rank takes part: outside of any strategy only rank 0 writes."""
+    """Return whether this rank takes part: outside of any strategy only rank 0 does."""
     if collectives.size > 1:
         return True
     frame = context.current()
@@ -459,7 +462,7 @@ def writes_here(tree: Tree, collectives: Collectives) -> bool:
 def _warn_if_unconnected(what: str, path: str) -> None:
     """Warn if a launcher started several processes that MPI does not connect. Local."""
     found = None if is_started() and _has_others() else unconnected_task()
-    if found is None or found[2] == 0:  # which may be the only one that saves
+    if found is None or found[2] == 0:  # task 0 may be the only one that saves
         return
     launcher, tasks, task = found
     warn_once(

@@ -30,32 +30,33 @@ _ranks = operator.attrgetter("_collectives")
 
 
 class PreemptionCheckpointHandler:
-    """Notices that the job is about to be ended, and saves once on all ranks at one step.
+    """Saves once, on all ranks at the same step, when the job is about to end.
 
-    Making it is **Collective**, in the main thread. It handles `signals` from then on until
-    `close`; each rank may get them, or a single one. Make it before a restore, so that a signal
-    does not end the program while it reads.
+    Creating a handler is **Collective**, in the main thread. It handles `signals` from then on
+    until `close`; all ranks may get the signals, or only one. Create it before a restore, so that a
+    signal does not end the program while it reads.
 
     Parameters
     ----------
     manager : CheckpointManager
+        Manager that saves the checkpoint.
     signals : sequence of signal.Signals
-        Those that announce the end.
+        Signals that announce the end of the job. Default: SIGTERM and SIGUSR1.
     walltime_margin_s : float, optional
-        This many seconds before the end of a Slurm job (``SLURM_JOB_END_TIME``, which
-        ``jobs/train.sbatch`` sets where Slurm does not) count as a signal. Without Slurm the job
-        has no end. ``None`` leaves the end to the signals.
+        Save this many seconds before the end of a Slurm job, as if a signal had arrived. The end is
+        ``SLURM_JOB_END_TIME``, which ``jobs/train.sbatch`` sets if Slurm does not. Without Slurm
+        the job has no end. ``None``: only the signals count.
 
     Raises
     ------
     TypeError, ValueError
-        For arguments of another type or range, or outside of the main thread.
+        If an argument has the wrong type or is out of range, or if this is not the main thread.
 
     Attributes
     ----------
     EXIT_CODE : int
-        75, the code by which Unix programs ask to be run again later (EX_TEMPFAIL):
-        ``jobs/train.sbatch`` queues a job again that ends with it.
+        75, the code by which Unix programs ask to be run again later (EX_TEMPFAIL).
+        ``jobs/train.sbatch`` queues a job again if it ends with this code.
 
     Examples
     --------
@@ -87,8 +88,8 @@ class PreemptionCheckpointHandler:
         numbers_of_signals = self._agree(signals, walltime_margin_s)
         if walltime_margin_s is not None and self._collectives.rank == 0:
             _warn_without_end()
-        # Only after all ranks have agreed: if the arguments are wrong on one, no rank keeps a
-        # handler.
+        # Only after all ranks have agreed: if the arguments are wrong on one rank, no rank installs
+        # a handler.
         for number in numbers_of_signals:
             self._previous[number] = signal.signal(number, self._note)
 
@@ -109,36 +110,36 @@ class PreemptionCheckpointHandler:
         return f"<PreemptionCheckpointHandler of {self._manager!r} for {names or 'none'}: {state}>"
 
     def save_checkpoint_if_preempted(self, step: int | None = None) -> bool:
-        """Save if any rank has noticed the end of the job. **Collective**, once a step.
+        """Save if any rank has noticed the end of the job. **Collective**, once per step.
 
-        The agreement is a reduction of one number. The file is on disk when this returns, also
+        The ranks agree by a reduction of one number. The file is on disk when this returns, also
         with ``asynchronous=True``. It saves once; from then on the signals are ignored, so that
-        the rest of the program is not disturbed.
+        they do not disturb the rest of the program.
 
         Parameters
         ----------
         step : int, optional
-            As for `CheckpointManager.save`. Without it, and without a step counter of the manager,
-            the file gets the number after the last one, and one warning says so: a program that
-            resumes could not tell how far this one came.
+            Step of the checkpoint, as for `CheckpointManager.save`. Without a step, and without a
+            step counter of the manager, the file gets the number after the last file. One warning
+            says so, because a program that resumes could not tell how far this one had come.
 
         Returns
         -------
         bool
-            Whether the checkpoint has been saved, the same on every rank. End the program then.
+            Whether the checkpoint has been saved, the same on every rank. If so, end the program.
 
         Raises
         ------
         CheckpointError
-            As `CheckpointManager.save` does.
+            In the same cases as `CheckpointManager.save`.
         """
-        # The same on all ranks, so all of them leave out the reduction below.
+        # It is the same on all ranks, so all of them skip the reduction below.
         if self._has_saved:
             return True
         if step is None and not knows_step(self._manager):
             self._warn_without_step()
-        # The clocks of nodes differ. The reduction below makes the first rank's notice that of all
-        # ranks, at the same step.
+        # The clocks of nodes differ. Because of the reduction below, all ranks notice the end at
+        # the same step, as soon as the first rank does.
         if self._noticed is None and time.time() >= self._end_s:
             self._noticed = "the end of the job is near"
         self._own[0] = self._noticed is not None
@@ -163,7 +164,7 @@ class PreemptionCheckpointHandler:
         return bool(noticed[0])
 
     def close(self) -> None:
-        """Handle signals as before this object was made. Local."""
+        """Restore the handling of signals from before this object was created. Local."""
         while self._previous:
             number, previous = self._previous.popitem()
             signal.signal(number, previous)
@@ -180,7 +181,7 @@ class PreemptionCheckpointHandler:
         self.close()
 
     def _warn_without_step(self) -> None:
-        """Say once, while the program can still be fixed, that its step will be missing."""
+        """Warn once, while the program can still be fixed, that its step will be missing."""
         if not self._has_warned and self._collectives.rank == 0:
             _logger.warning(
                 "If this job is preempted, its checkpoint is numbered after the last file, because "
@@ -190,8 +191,8 @@ class PreemptionCheckpointHandler:
         self._has_warned = True
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        # Python runs this between any two bytecodes of the main thread, also within a collective of
-        # the program. So it only leaves a note, and the save waits for the next step.
+        # Python runs this between any two bytecodes of the main thread, even during a collective of
+        # the program. So it only sets a flag, and the save waits for the next step.
         if self._noticed is None:
             self._noticed = f"got {signal.Signals(number).name}"
 

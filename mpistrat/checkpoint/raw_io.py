@@ -37,36 +37,37 @@ from mpistrat.system.background import Background
 from mpistrat.system.cpu import cores_of_mask, mask_of_cores, num_cores, own_cores
 
 BYTES_PER_PIECE = 2**21
-"""What a copy from the device costs in host memory, and about how much stays in a cache."""
+"""Host memory that a copy from the device needs; about as much as a cache holds."""
 
 
 def pieces_on_host(array: Array) -> Iterator[np.ndarray]:
     """Yield 1-d arrays in host memory that cover `array` in C order. Local.
 
-    They are views where `array` lies there in C order, else copies, made one by one.
+    They are views if `array` is stored there in C order, else copies, created one by one.
     """
     for piece in pieces(array, BYTES_PER_PIECE):
         yield host_view(piece)
 
 
 BYTES_WORTH_A_THREAD = 2**18
-"""The digests of smaller arrays are computed at once."""
+"""Arrays smaller than this get no thread: their digests are computed at once."""
 
 MOST_THREADS = 8
-"""So many are faster than most disks."""
+"""This many threads are faster than most disks."""
 _BYTES_AT_ONCE = 2**19
 """Small enough to stay in the cache of a core between the digest and the write."""
 _MAX_BEHIND = 4
-"""How many pieces that exist for this alone may wait for their turn."""
+"""How many pieces may wait that exist only for their digest."""
 
 _OnPart = Callable[[np.ndarray], object]
 
 
 class Checksum:
-    """The digest of one array, which comes in pieces, computed in a thread.
+    """The digest of one array, which arrives in pieces; computed in a thread.
 
-    `before` and `after` are called there with each part of the array, before or after it goes into
-    the digest: to read it, or to write it. Once `stop` is set, no further part is touched.
+    The thread calls `before` and `after` with each part of the array, before or after it adds the
+    part to the digest: to read the part, or to write it. Once `stop` is set, it touches no further
+    part.
     """
 
     def __init__(
@@ -85,19 +86,19 @@ class Checksum:
         self._waits: deque[Callable[[], None]] = deque()
 
     def update(self, piece: np.ndarray, is_view: bool) -> None:
-        """Take in the next `piece`, which must not change before `result`. Local.
+        """Add the next `piece`, which must not change before `result`. Local.
 
-        Where it `is_view` of memory that is there anyway, any number of pieces may wait. Raises
-        what went wrong with an earlier piece.
+        If it `is_view` of memory that exists anyway, any number of pieces may wait. Raises the
+        error of an earlier piece, if there is one.
         """
-        # All parts of an array go to one thread, in order: the digest and `InOrder` both depend on
-        # the order of the parts.
+        # All parts of an array are sent to one thread, in order: the digest and `InOrder` both
+        # depend on the order of the parts.
         self._waits.append(self._thread.submit(lambda: self._absorb(piece)))
         if not is_view and len(self._waits) > _MAX_BEHIND:
             self._waits.popleft()()
 
     def update_with(self, array: Array) -> None:
-        """Take in all of `array`, which must not change before `result`. Local."""
+        """Add all of `array`, which must not change before `result`. Local."""
         for piece in pieces_on_host(array):
             self.update(piece, is_view=is_on_host(array))
 
@@ -112,7 +113,7 @@ class Checksum:
                 self._after(part)
 
     def result(self) -> ArrayDigest:
-        """Return the digest, once it is complete; raises what went wrong."""
+        """Return the digest, once it is complete, or raise the error of a piece."""
         while self._waits:
             self._waits.popleft()()
         return self._hasher.result()
@@ -121,8 +122,8 @@ class Checksum:
 class ChecksumPool:
     """Threads that compute digests; a context manager that waits for them at its end.
 
-    After an exception what is still to be done is left: nobody wants it, and whoever interrupts
-    a second time would close files that threads write to.
+    After an exception the remaining work is dropped, because nobody needs it. Otherwise, a user who
+    interrupts a second time would close files that threads write to.
     """
 
     def __init__(self, cores: int | None = None) -> None:
@@ -134,9 +135,10 @@ class ChecksumPool:
     def begin(
         self, before: _OnPart | None = None, after: _OnPart | None = None, like: str = ""
     ) -> Checksum:
-        """Return the digest of another array, of the kind of `like`; see `Checksum`."""
+        """Return the digest of a new array, of the same kind as `like`; see `Checksum`."""
         self._count += 1
-        # Arrays are spread over the threads, never the parts of one array (see `Checksum.update`).
+        # Whole arrays are spread over the threads, never the parts of one array (see
+        # `Checksum.update`).
         thread = self._threads[self._count % len(self._threads)]
         return Checksum(thread, self._stop, before, after, like)
 
@@ -146,8 +148,8 @@ class ChecksumPool:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             self._stop.set()
-        # Once drained, no thread uses a descriptor or an array any more, and the caller may close
-        # or change them.
+        # Once drained, no thread uses a descriptor or an array, and the caller may close or change
+        # them.
         for thread in self._threads:
             thread.drain()
             thread.close()
@@ -164,15 +166,15 @@ class InOrder:
         self._offset = offset
 
     def __call__(self, part: np.ndarray) -> None:
-        """Move the next `part`."""
+        """Read or write the next `part`."""
         self._move(self._handle, self._offset, part)
         self._offset += part.nbytes
 
 
 def write_at(handle: int, offset: int, piece: np.ndarray) -> None:
-    """Write the bytes of `piece` to an open file, and have the system begin to flush them."""
-    # pwrite may write less than it is asked to; on Linux never more than 0x7ffff000 bytes at a time
-    # (write(2)).
+    """Write the bytes of `piece` to an open file, and ask the system to begin to flush them."""
+    # pwrite may write fewer bytes than it is asked to; on Linux never more than 0x7ffff000 at a
+    # time (write(2)).
     left = memoryview(piece.reshape(-1).view(np.uint8).data)
     while left:
         written = os.pwrite(handle, left, offset)
@@ -181,34 +183,34 @@ def write_at(handle: int, offset: int, piece: np.ndarray) -> None:
 
 
 def _begin_to_flush(handle: int, offset: int, num_bytes: int) -> None:
-    """Have the disk work from now on, where else it would begin at the fsync at the end."""
+    """Let the disk work from now on; otherwise it would begin at the fsync at the end."""
     if hasattr(os, "posix_fadvise"):
-        # For Linux a request to write what is new: only pages that are on disk are dropped.
+        # Linux takes this as a request to write new pages: it drops only pages that are on disk.
         os.posix_fadvise(handle, offset, num_bytes, os.POSIX_FADV_DONTNEED)
 
 
 _BYTES_AHEAD = 2**23
-"""Of one call of the system: Python lets a thread begin few calls while another one is busy."""
+"""Bytes per system call: Python lets a thread make few calls while another thread is busy."""
 
 
 @contextlib.contextmanager
 def reading_ahead(path: str) -> Iterator[None]:
-    """Have a thread bring a file from the disk into memory, from its begin on, until the end."""
+    """Let a thread read a file from the disk into memory, from its beginning, until the end."""
     is_over = threading.Event()
 
     def read() -> None:
         scratch, offset = bytearray(_BYTES_AT_ONCE), 0
-        # Errors are not reported here: whoever needs the bytes gets the same error when it reads
-        # them.
+        # Errors are not reported here: the code that needs the bytes gets the same error when it
+        # reads them.
         with contextlib.suppress(OSError), open(path, "rb", buffering=0) as file:
             while not is_over.is_set() and _is_before_end(file.fileno(), offset):
                 if not _is_in_memory(file.fileno(), offset):
-                    # Nobody wants these bytes here, so all come to the same place.
+                    # Nobody needs these bytes here, so all are read into the same memory.
                     parts = [scratch] * (_BYTES_AHEAD // _BYTES_AT_ONCE)
                     os.preadv(file.fileno(), parts, offset)
                 offset += _BYTES_AHEAD
 
-    with contextlib.suppress(RuntimeError):  # too many threads: it only takes longer
+    with contextlib.suppress(RuntimeError):  # too many threads: then it only takes longer
         threading.Thread(target=read, name="mpistrat-read", daemon=True).start()
     try:
         yield
@@ -221,7 +223,7 @@ def _is_before_end(handle: int, offset: int) -> bool:
 
 
 def _is_in_memory(handle: int, offset: int) -> bool:
-    """Return whether a byte of a file can be read without its disk, where the system says that."""
+    """Return whether a byte of a file can be read without its disk, if the system knows."""
     if not hasattr(os, "RWF_NOWAIT"):
         return False
     try:
@@ -234,7 +236,7 @@ def _is_in_memory(handle: int, offset: int) -> bool:
 
 
 def read_at(handle: int, offset: int, piece: np.ndarray) -> None:
-    """Fill `piece` with bytes of an open file, or raise OSError where it ends before."""
+    """Fill `piece` with bytes of an open file, or raise OSError if the file ends before."""
     left = memoryview(piece.reshape(-1).view(np.uint8).data)
     while left:
         num_bytes = os.preadv(handle, [left], offset)
@@ -250,33 +252,33 @@ class Extent(NamedTuple):
     num_bytes: int
     item_bytes: int
     digest: str = ""
-    """The digest that the file gives, empty while the array is being written."""
+    """The digest that the file has stored, empty while the array is being written."""
 
 
 class Written(NamedTuple):
-    """What is known of an array, or of a part of it, that is in a file."""
+    """Check values of an array, or of a part of it, that is in a file."""
 
     num_items: int
     parity: int
     """The exclusive or of all elements, which does not depend on their order."""
     digest: str = ""
     pages: str = ""
-    """As `ArrayDigest` has them."""
+    """Page digests, as in `ArrayDigest`."""
     first_page: str = ""
     """The digest of its first page of memory, if one rank has written all of it."""
     rest: str = ""
-    """What follows its last whole page of memory, in base 64, if one rank has written the rest."""
+    """The bytes after its last whole page of memory, in base 64, if one rank has written them."""
 
 
 def _runs(box: Box) -> tuple[int, Iterator[int]]:
-    """Return how many elements of `box` are stored in one piece, and where each run begins.
+    """Return how many elements of `box` are stored contiguously, and where each run begins.
 
     The runs are in C order of the box.
     """
     shape, axis = box.shape, len(box.shape)
     while axis and box.sizes[axis - 1] == shape[axis - 1]:
         axis -= 1
-    inner = max(axis - 1, 0)  # of this axis a part, of those behind it all
+    inner = max(axis - 1, 0)  # the runs have part of this axis, and all of the later axes
     strides = [math.prod(shape[each + 1 :]) for each in range(len(shape))]
     first = sum(map(math.prod, zip(box.offsets, strides, strict=True)))
     steps = [
@@ -288,14 +290,14 @@ def _runs(box: Box) -> tuple[int, Iterator[int]]:
 
 
 def write_box(handle: int, extent: Extent, box: Box, values: Any) -> Written:
-    """Write `values`, an array in C order, to where `box` is in the array at `extent`."""
+    """Write `values`, an array in C order, to the part `box` of the array at `extent`."""
     flat = values.reshape(-1).view(np.uint8)
     if not flat.size:
         return Written(0, 0)
     length, begins = _runs(box)
     num_bytes = length * extent.item_bytes
-    # `write_at` asks for a flush of what it has written. For short runs that would cost a system
-    # call each, and flush a page that the next run changes again.
+    # `write_at` asks for a flush of the bytes that it has written. For short runs that would cost a
+    # system call each, and flush a page that the next run changes again.
     write = write_at if num_bytes >= BYTES_WORTH_A_THREAD else _write_run
     for number, begin in enumerate(begins):
         run = flat[number * num_bytes : (number + 1) * num_bytes]
@@ -311,7 +313,7 @@ def _write_run(handle: int, offset: int, run: np.ndarray) -> None:
 
 
 def read_box(handle: int, extent: Extent, box: Box, into: Any) -> None:
-    """Fill `into`, an array in C order, with what `write_box` writes."""
+    """Fill `into`, an array in C order, with the values that `write_box` has written."""
     flat = into.reshape(-1).view(np.uint8)
     if not flat.size:
         return
@@ -328,9 +330,9 @@ def _parity(data: np.ndarray, item_bytes: int) -> int:
 
 
 def read_through(handle: int, extent: Extent) -> Written:
-    """Read an array in little memory, and return its digest, of the kind that the file gives.
+    """Read an array in little memory, and return its digest, of the same kind as in the file.
 
-    The parity is for arrays that have just been written: it is 0 if the file gives a digest.
+    The parity is for arrays that have just been written: it is 0 if the file has stored a digest.
     """
     hasher, parity = hasher_like(extent.digest), 0
     memory = np.empty(min(_BYTES_AT_ONCE, extent.num_bytes), np.uint8)
@@ -350,14 +352,14 @@ Name = TypeVar("Name", bound=Hashable)
 def digests_in_file(
     handle: int, extents: Mapping[Name, Extent], num_threads: int
 ) -> dict[Name, Written]:
-    """Return what `read_through` finds of each array, each read by one thread."""
+    """Return the result of `read_through` for each array; one thread reads each."""
     with ThreadPoolExecutor(max(num_threads, 1), "mpistrat-digest") as threads:
         found = threads.map(functools.partial(read_through, handle), extents.values())
         return dict(zip(extents, found, strict=True))
 
 
 _PAGES_AT_ONCE = 16
-"""What one thread reads, so that all have something to do."""
+"""Number of pages that one thread reads, small enough that all threads have work."""
 
 
 class PageRun(NamedTuple):
@@ -369,12 +371,12 @@ class PageRun(NamedTuple):
 
 
 def runs_of_ranks(sizes: Mapping[str, int], num_ranks: int) -> list[list[PageRun]]:
-    """Divide the pages of arrays of these `sizes` in bytes among the ranks, in order."""
+    """Divide the pages of arrays, whose `sizes` are in bytes, among the ranks, in order."""
     # An empty array counts as a page: an array in no run would get no digest, and its file would
     # count as damaged.
     pages = {name: max(1, ceil_div(size, PAGE_BYTES)) for name, size in sizes.items()}
     runs: list[list[PageRun]] = []
-    begin = 0  # of a rank's pages among all
+    begin = 0  # the first page of this rank among all pages
     for length in part_lengths(sum(pages.values()), num_ranks):
         runs.append(list(_between(pages, begin, begin + length)))
         begin += length
@@ -391,20 +393,20 @@ def _between(pages: Mapping[str, int], begin: int, end: int) -> Iterator[PageRun
 
 
 Digested = tuple[str, int, Written]
-"""An array, the number of its first page that was read, and what was found."""
+"""An array, the number of its first page that was read, and the check values."""
 
 
 def digests_of_runs(
     handle: int, extents: Mapping[str, Extent], runs: Iterable[PageRun], num_threads: int
 ) -> list[Digested]:
-    """Read `runs` of the arrays at `extents` of a file, and return what they are."""
+    """Read `runs` of the arrays at `extents` of a file, and return their check values."""
     parts = {}
     for name, start, stop in runs:
         whole = extents[name]
         for pages in cut(stop - start, _PAGES_AT_ONCE):
             first, last = (start + each for each in (pages.start, pages.stop))
-            # Parts begin at a multiple of PAGE_BYTES, so `join_runs` gets the digests of the same
-            # pages as if one thread had read the whole array.
+            # Parts begin at a multiple of PAGE_BYTES, so `join_runs` gets the same page digests as
+            # if one thread had read the whole array.
             begin, end = first * PAGE_BYTES, min(last * PAGE_BYTES, whole.num_bytes)
             parts[name, first] = Extent(whole.offset + begin, end - begin, whole.item_bytes)
     found = digests_in_file(handle, parts, num_threads)
@@ -412,7 +414,7 @@ def digests_of_runs(
 
 
 def join_runs(found: Iterable[Digested]) -> dict[str, Written]:
-    """Return what whole arrays are, from all runs of their pages."""
+    """Return the check values of whole arrays, from all runs of their pages."""
     joined = {}
     ordered = sorted(found, key=operator.itemgetter(0, 1))
     for name, runs in itertools.groupby(ordered, key=operator.itemgetter(0)):
@@ -431,7 +433,7 @@ Worker = tuple[str, int]
 
 
 def this_worker() -> Worker:
-    """Return this rank as a worker."""
+    """Return the host and the cores of this rank."""
     return socket.gethostname(), mask_of_cores(own_cores())
 
 
@@ -444,7 +446,7 @@ class WorkDivision:
     own: Sequence[str]
     """The variables of this rank."""
     num_threads: int
-    """How many threads have a core here, 0 where this rank does not take part."""
+    """Number of threads that have a core here, 0 if this rank does not take part."""
 
 
 def divide_work(
@@ -452,7 +454,7 @@ def divide_work(
 ) -> WorkDivision:
     """Divide variables of these `sizes` in bytes among the ranks that are `workers`.
 
-    Without `sizes` there may be no worker.
+    If `sizes` is empty, there need not be a worker.
     """
     owners = share_out(sizes, [each for each, worker in enumerate(workers) if worker])
     own = workers[rank]
@@ -465,11 +467,11 @@ def divide_work(
 
 
 def share_out(sizes: Mapping[str, int], ranks: Sequence[int]) -> dict[str, int]:
-    """Return which of `ranks` has each variable, so that each has about as many bytes."""
+    """Return which of `ranks` gets each variable, so that each has about as many bytes."""
     loads = [(0, rank) for rank in ranks]
     owners = {}
-    # The largest first, each to the rank with the fewest bytes so far. Equal sizes go by name, so
-    # every rank that computes the division comes to the same one.
+    # The largest variable is assigned first, each to the rank with the fewest bytes so far. Equal
+    # sizes are sorted by name, so all ranks compute the same division.
     for name in sorted(sizes, key=lambda each: (-sizes[each], each)):
         load, rank = heapq.heappop(loads)
         owners[name] = rank
@@ -478,6 +480,6 @@ def share_out(sizes: Mapping[str, int], ranks: Sequence[int]) -> dict[str, int]:
 
 
 def _num_threads(own: int, masks: Sequence[int]) -> int:
-    """Return this rank's part of the cores that it may use, where others may use them too."""
+    """Return this rank's share of the cores that it may use, if others may use them too."""
     # A core that three ranks may use counts as a third of a core for each.
     return round(sum(1 / sum(m >> core & 1 for m in masks) for core in cores_of_mask(own)))

@@ -1,9 +1,9 @@
 """Parallel reading of a checkpoint by the ranks of one node, and its broadcast to other nodes.
 
-Nothing changes before all is known to be whole, so each of these ranks reads some of the large
-variables through, for their digests. Where all ranks are on this node, each then reads all of them
-again, straight into its memory: the system has the file in memory by now, and a second copy costs
-less than memory that nobody has used before. Otherwise the values are kept, and broadcast.
+Nothing changes before all values are known to be intact. So each of these ranks reads some of the
+large variables once to check their digests. If all ranks are on this node, each then reads all
+variables again, straight into its memory: the file is in the page cache by now, and a second copy
+costs less than touching new memory. Otherwise the values are kept, and broadcast.
 """
 
 from __future__ import annotations
@@ -51,41 +51,42 @@ from mpistrat.variables.kinds import load_components
 from mpistrat.variables.variable import placement_of, storage_of
 
 _SMALL_BYTES, _MOST_JOINED = 1 << 15, 64
-"""Variables of at most this many bytes travel together, and how many do at most."""
+"""Largest variables that are broadcast together, in bytes, and the most of them at a time."""
 _ALIGNMENT = 64
-"""Bytes, at a multiple of which each of them begins."""
+"""Each of them begins at a multiple of this many bytes."""
 
 
 Shape = tuple[tuple[int, ...], np.dtype]
-"""Shape and dtype."""
+"""Shape and dtype of an array."""
 
 
 @dataclass(frozen=True)
 class Values:
-    """The values of a file, checked, each on one rank."""
+    """The verified values of a file, each on one rank."""
 
     arrays: dict[str, np.ndarray]
-    """Those on this rank, by path."""
+    """The values on this rank, by path."""
     owners: Mapping[str, int]
-    """The ranks that have those that are not on rank 0."""
+    """The ranks of the values that are not on rank 0."""
 
     def owner(self, name: str) -> int:
-        """Return the rank that has a variable."""
+        """Return the rank that has the values of a variable."""
         return self.owners.get(name, 0)
 
 
 class SharedFile:
-    """A checkpoint file that rank 0 has open, and the ranks of its node that read it too.
+    """A checkpoint file that rank 0 has open, and that the ranks of its node read too.
 
     Attributes
     ----------
     path : str
+        The file.
     state : dict of str to JSON values and marks
         All state, by path, on every rank.
     shapes : dict of str to Shape
-        Of all arrays, by path, on every rank.
+        Shapes and dtypes of all arrays, by path, on every rank.
     damage : dict of str to str
-        What is wrong with the variables that this rank has read, by path.
+        The damage of the variables that this rank has read, by path.
     """
 
     def __init__(self, path: str) -> None:
@@ -94,10 +95,10 @@ class SharedFile:
         self.shapes: dict[str, Shape] = {}
         self.damage: dict[str, str] = {}
         self.reader: CheckpointReader | None = None
-        """Of rank 0."""
+        """The reader, on rank 0 only."""
         self._handle: int | None = None
         self._extents: dict[str, Extent] = {}
-        """Of the large variables that are stored as they are in memory."""
+        """Extents of the large variables that the file stores as memory does."""
         self._work = WorkDivision({}, (), 0)
         self._is_seen_by_all = False
         self._is_on_one_node = False
@@ -107,7 +108,7 @@ class SharedFile:
         """The variables that each rank reads by itself, into their memory."""
 
     def open(self, is_root: bool, stack: contextlib.ExitStack) -> dict[str, Any]:
-        """Open the file until `stack` is closed, and return what other ranks must know of it."""
+        """Open the file until `stack` is closed, and return its description for other ranks."""
         if is_root:
             # h5py walks the tree of the file in many small reads. Meanwhile a thread reads the rest
             # from the disk into the page cache.
@@ -124,19 +125,19 @@ class SharedFile:
         return _identity(self._handle)
 
     def divide(self, of_ranks: Sequence[Mapping[str, Any]], rank: int) -> None:
-        """Divide the work among those that have opened the same file, by what `open` returned."""
+        """Divide the work among ranks that have opened the same file; `open` returns `of_ranks`."""
         root = of_ranks[0]
         self.state = {name: unmarked(each) for name, each in root["state"].items()}
         self.shapes = {
             name: (tuple(shape), np.dtype(dtype)) for name, (shape, dtype) in root["shapes"].items()
         }
         self._extents = {name: Extent(*each) for name, each in root["extents"].items()}
-        # On other nodes the number of the device may differ.
+        # On a different node the same file may have a different device number.
         self._is_seen_by_all = all(
             each.get("file", [])[2:] == root["file"][2:] for each in of_ranks
         )
         self._is_on_one_node = all(each.get("file") == root["file"] for each in of_ranks)
-        # Only ranks that have opened the inode of rank 0 on its node read: on a different node the
+        # Only ranks that have opened rank 0's inode, on its node, read: on a different node the
         # same path may name a different file.
         workers = [
             each["worker"] if each.get("file") == root["file"] else None for each in of_ranks
@@ -145,15 +146,15 @@ class SharedFile:
         self._work = divide_work(sizes, workers, rank)
 
     def leave(self, shards: Mapping[str, Box], variables: Mapping[str, Variable]) -> None:
-        """Keep large arrays in the file until all is known to be whole, where each rank sees it.
+        """Leave large arrays in the file until all is known to be intact, if all ranks see it.
 
-        Of some each rank needs one of the `shards`, and of the `variables` all.
+        A rank later reads its part of an array in `shards`, and all of an array in `variables`.
         """
-        # Each rank reads only its shard, so this pays on several nodes too.
+        # Each rank reads only its shard, so this is faster on several nodes too.
         if self._is_seen_by_all:
             self.shards = {name: box for name, box in shards.items() if name in self._extents}
-        # Here every rank reads the whole variable. On one node the second read comes from the page
-        # cache; on several nodes one read and a broadcast replace it.
+        # Here every rank reads the whole variable. On one node the second read is served from the
+        # page cache; on several nodes one read and a broadcast are faster.
         if self._is_on_one_node:
             self.in_place = {
                 name: variable
@@ -168,7 +169,7 @@ class SharedFile:
             }
 
     def read_shards(self, path: str) -> dict[str, LoadedShard]:
-        """Return the parts of what has been left in the file below `path`, by the rest of it."""
+        """Return the shards that were left in the file below `path`, by the rest of their path."""
         found: dict[str, LoadedShard] = {}
         for name, box in self.shards.items():
             if self._handle is not None and name.startswith(f"{path}/"):
@@ -179,12 +180,12 @@ class SharedFile:
         return found
 
     def read(self) -> Values:
-        """Read this rank's part; what is wrong with it is in `damage` then."""
+        """Read this rank's part; `damage` then describes the damage in it."""
         part = _Part(self.path, self._handle, self._work.num_threads)
         left = self.shards.keys() | self.in_place.keys()
         own = {name: self._extents[name] for name in self._work.own}
-        # What stays in the file is only verified now, each variable by one rank. Its values are
-        # read after all ranks have found everything intact.
+        # Arrays that stay in the file are only verified now, each variable by one rank. Their
+        # values are read after all ranks have found everything intact.
         part.read_large({n: each for n, each in own.items() if n not in left}, self.shapes)
         part.verify_large({name: each for name, each in own.items() if name in left})
         if self.reader is not None:
@@ -222,7 +223,7 @@ def open_together(collectives: Collectives, what: str, path: str) -> Iterator[Sh
     """Open a checkpoint on rank 0, and on ranks that see the same file. **Collective**.
 
     `what` is the public function, for messages. Raises `CheckpointError` on every rank if rank 0
-    finds no checkpoint.
+    does not find a checkpoint.
     """
     file, rank = SharedFile(path), collectives.rank
     with contextlib.ExitStack() as stack:
@@ -231,7 +232,7 @@ def open_together(collectives: Collectives, what: str, path: str) -> Iterator[Sh
 
 
 def _identity(handle: int) -> dict[str, Any]:
-    """Return who has opened which file, as JSON values."""
+    """Return as JSON values which rank has opened which file."""
     status = os.fstat(handle)
     return {
         "worker": this_worker(),
@@ -240,11 +241,11 @@ def _identity(handle: int) -> dict[str, Any]:
 
 
 def _describe(reader: CheckpointReader) -> dict[str, Any]:
-    """Return as JSON values all state of a file, and the shapes and places of its arrays."""
+    """Return as JSON values all state of a file, and the shapes and extents of its arrays."""
     try:
         state = {name: marked(reader.read_state(name)) for name in reader.state_paths}
     except CheckpointCorruptError:
-        reader.verify()  # names what else is damaged
+        reader.verify()  # its error names everything that is damaged
         raise
     shapes = {name: (each.shape, each.dtype.str) for name, each in reader.variables.items()}
     extents = reader.extents(BYTES_WORTH_A_THREAD)
@@ -252,7 +253,7 @@ def _describe(reader: CheckpointReader) -> dict[str, Any]:
 
 
 class _Part:
-    """What one rank reads."""
+    """The part of a file that one rank reads."""
 
     def __init__(self, path: str, handle: int | None, threads: int) -> None:
         self._path = path
@@ -260,7 +261,7 @@ class _Part:
         self._threads = threads
         self.arrays: dict[str, np.ndarray] = {}
         self.damage: dict[str, str] = {}
-        """What is wrong with a variable, by path."""
+        """The damage of a variable, by path."""
 
     def read_large(self, extents: Mapping[str, Extent], shapes: Mapping[str, Shape]) -> None:
         """Read large variables in several threads."""
@@ -270,14 +271,14 @@ class _Part:
             digesters = {}
             for name, extent in extents.items():
                 array = self.arrays[name] = np.empty(*shapes[name])
-                # Each part is read right before it is hashed, in the same thread: it is then still
-                # in the cache of its core. The array is a view of its memory, so nothing waits
+                # Each part is read right before it is hashed, in the same thread, while it is still
+                # in the cache of that core. The array is a view of its memory, so no piece waits
                 # here.
                 digesters[name] = digests.begin(
                     before=InOrder(read_at, self._handle, extent.offset), like=extent.digest
                 )
                 digesters[name].update(array.reshape(-1), is_view=True)
-            # Only after all are begun, or the variables would be read one after the other.
+            # Only after all have begun, or the variables would be read one after the other.
             for name, digester in digesters.items():
                 with self._noting_damage(name), naming_damage(self._path, name):
                     check_digest(digester.result().text, extents[name].digest)
@@ -297,7 +298,7 @@ class _Part:
                 pass
 
     def read_rest(self, reader: CheckpointReader, large: Container[str]) -> None:
-        """Read what is small, or is not stored in the file as it is in memory."""
+        """Read variables that are small, or that the file does not store as memory does."""
         for name in reader.variables:
             if name not in large:
                 with self._noting_damage(name):
@@ -326,10 +327,10 @@ def broadcast_array(call: CollectiveCall, values: Values, name: str, of: Shape) 
 def load_variables(call: CollectiveCall, values: Values, variables: Mapping[str, Variable]) -> None:
     """Assign to `variables` the values of these paths on every rank, piece by piece.
 
-    **Collective** like `broadcast_array`. Every rank that has values sends its next piece at the
-    same time, and assigns what it has itself at the end, when no other one waits for it.
+    **Collective** like `broadcast_array`. All ranks that have values send their next pieces at the
+    same time. A rank assigns its own values at the end, when no other rank waits for it.
     """
-    # The last path of a variable counts, on all ranks alike.
+    # The last path of a variable counts, on all ranks.
     names = {id(variable): name for name, variable in variables.items()}.values()
     variables = {name: variables[name] for name in names}
     owners = sorted({values.owner(name) for name in variables})
@@ -340,8 +341,8 @@ def load_variables(call: CollectiveCall, values: Values, variables: Mapping[str,
     for row in itertools.zip_longest(*senders):
         moving = [(owner, each) for owner, each in zip(owners, row, strict=True) if each]
         broadcast_each(call, [each.buffer for _, each in moving], [owner for owner, _ in moving])
-        # Before the next row: `_pieces_to_assign` reuses the memory of a piece for the one after
-        # it.
+        # Before the next row, because `_pieces_to_assign` reuses the memory of a piece for the next
+        # piece.
         for _, each in moving:
             each.assign()
     for name, variable in variables.items():
@@ -358,13 +359,13 @@ class _Piece:
     """A part of a variable on its way between ranks."""
 
     buffer: np.ndarray
-    """What is sent, or where it comes to."""
+    """The data to send, or the memory to receive into."""
     assign: Callable[[], object] = bool
-    """Called once it is there."""
+    """Called once the data has arrived."""
 
 
 def _pieces_from(owner: int, values: Values, variables: Mapping[str, Variable]) -> Iterator[_Piece]:
-    """Yield what `owner` sends, as this rank needs it."""
+    """Yield the pieces that `owner` sends, as this rank needs them."""
     own = {name: each for name, each in variables.items() if values.owner(name) == owner}
     small = {name: each for name, each in own.items() if _num_bytes(each) <= _SMALL_BYTES}
     yield from _joined(small, values)
@@ -373,9 +374,9 @@ def _pieces_from(owner: int, values: Values, variables: Mapping[str, Variable]) 
             continue
         array = values.arrays.get(name)
         if array is not None or _has_bytes(variable):
-            # The broadcast writes straight into the storage of the variable. The pieces end where
-            # those of `_pieces_to_assign` end, so sender and receivers have buffers of equal
-            # length.
+            # The broadcast writes straight into the storage of the variable. The pieces have the
+            # same limits as in `_pieces_to_assign`, so the buffers of sender and receivers are
+            # equally long.
             memory = storage_of(variable) if array is None else array
             yield from map(_Piece, pieces(memory, BYTES_PER_PIECE))
         else:
@@ -383,7 +384,7 @@ def _pieces_from(owner: int, values: Values, variables: Mapping[str, Variable]) 
 
 
 def _joined(variables: Mapping[str, Variable], values: Values) -> Iterator[_Piece]:
-    """Yield many small variables as few pieces."""
+    """Yield many small variables as a few pieces."""
     names = list(variables)
     for begin in range(0, len(names), _MOST_JOINED):
         parts, end = {}, 0
@@ -403,7 +404,7 @@ def _joined(variables: Mapping[str, Variable], values: Values) -> Iterator[_Piec
 
 
 def _pieces_to_assign(variable: Variable) -> Iterator[_Piece]:
-    """Yield pieces in temporary memory, which each next piece uses again."""
+    """Yield pieces in temporary memory, which the next piece reuses."""
     size = math.prod(variable.full_shape)
     memory = np.empty(min(size, _length(variable.dtype)), variable.dtype)
     for each in cut(size, _length(variable.dtype)):
@@ -428,8 +429,8 @@ def _length(dtype: np.dtype) -> int:
 def _host_part(variable: Variable) -> tuple[Box | None, np.ndarray] | None:
     """Return the host memory that holds the stored bytes of `variable`, and which part they are.
 
-    The part is ``None`` for all elements. Without such memory return ``None``: components of a
-    SyncOnRead variable, for example, are made from what a file stores.
+    The part is ``None`` for all elements. Without such memory return ``None``: the components of a
+    SyncOnRead variable, for example, are computed from the values in a file.
     """
     placement = placement_of(variable)
     if variable.synchronization is VariableSynchronization.ON_READ or not placement.is_here:
@@ -439,24 +440,24 @@ def _host_part(variable: Variable) -> tuple[Box | None, np.ndarray] | None:
 
 
 def _has_bytes(variable: Variable) -> bool:
-    """Return whether the memory of `variable` is to hold all bytes of the file."""
+    """Return whether the memory of `variable` holds all bytes of the file."""
     part = _host_part(variable)
     return part is not None and part[0] is None
 
 
 def _has_part(variable: Variable) -> bool:
-    """Return whether the memory of `variable` is to hold a part of the bytes of the file."""
+    """Return whether the memory of `variable` holds a part of the bytes of the file."""
     part = _host_part(variable)
     return part is not None and part[0] is not None
 
 
 def _read_own(handle: int, extent: Extent, variable: Variable) -> None:
-    """Read what this rank stores of a variable at `extent` of a file."""
+    """Read the part of a variable that this rank stores; the file has it at `extent`."""
     part = _host_part(variable)
     assert part is not None
     box, own = part
-    # `read_at` moves the bytes of the file into the storage of the variable, without a copy
-    # between.
+    # `read_at` reads the bytes of the file directly into the storage of the variable, without
+    # another copy.
     if box is None:
         read_at(handle, extent.offset, own)
     else:
@@ -476,20 +477,20 @@ def read_components(
     variables: Mapping[str, Variable],
     others: Collection[str],
 ) -> dict[str, np.ndarray | None]:
-    """Return the components in a file of as many replicas, on rank 0, by path. **Collective**.
+    """Return components of the same number of replicas, on rank 0, by path. **Collective**.
 
-    `others` are the paths of variables that the program has not made yet. Their strategy may be
+    `others` are the paths of variables that the program has not created yet. Their strategy may be
     unknown.
     """
     if not collectives.arithmetic and not (others and collectives.layout.num_replicas == 1):
-        return {}  # a strategy without num_replicas=
+        return {}  # the strategy has no num_replicas=
     wanted = [name for name, each in variables.items() if isinstance(each, SyncOnReadVariable)]
     num_replicas = collectives.layout.num_replicas
     found: dict[str, np.ndarray] = {}
 
     def read() -> list[str]:
         reader = file.reader
-        assert reader is not None  # of rank 0
+        assert reader is not None  # only rank 0 has one
         arithmetic = reader.header.arithmetic
         if collectives.arithmetic and arithmetic not in ("", collectives.arithmetic):
             _logger.warning(
@@ -498,8 +499,8 @@ def read_components(
                 "same OPENBLAS_NUM_THREADS (mpistrat run: --threads).",
                 *(file.path, arithmetic, collectives.arithmetic),
             )
-        # Components of a different number of replicas belong to none of today's. The variables then
-        # have what the restore has made of the total.
+        # With a different number of replicas, the components belong to none of today's replicas.
+        # The variables then keep the values that the restore has computed from the total.
         is_fitting = reader.header.num_replicas == num_replicas
         names = wanted if is_fitting and collectives.arithmetic else []
         if is_fitting or num_replicas == 1:
@@ -531,12 +532,12 @@ def keep_components(
     components: Mapping[str, np.ndarray | None],
     shapes: Mapping[str, Shape],
 ) -> dict[str, Kept]:
-    """Return what this rank may need of the `components` that `shapes` names. **Collective**."""
+    """Return the `components` in `shapes` that this rank may need. **Collective**."""
     kept = {}
     for name, of_root in components.items():
         if name in shapes:
             values = _on_all(collectives, of_root, *shapes[name])
-            # An elastic job may give any rank any replica before the variable is made.
+            # An elastic job may assign any replica to any rank before the variable is created.
             is_known = collectives.layout.num_replicas == len(values) and not collectives.is_elastic
             rows = collectives.layout.local_replicas if is_known else range(len(values))
             kept[name] = len(values), {row: values[row].copy() for row in rows}

@@ -1,4 +1,4 @@
-"""Reader of checkpoint files, which trusts nothing that it has not checked."""
+"""Reader of checkpoint files, which relies on nothing that it has not checked."""
 
 from __future__ import annotations
 
@@ -60,9 +60,11 @@ class CheckpointReader:
     Attributes
     ----------
     path : Path
+        The file.
     header : Header
+        The attributes of the root group.
     variables : dict of str to VariableInfo
-        By object path, sorted.
+        Descriptions of the variables by object path, sorted.
     state_paths : list of str
         Paths of the objects with JSON state, sorted.
     handle : int
@@ -77,7 +79,7 @@ class CheckpointReader:
         self.header = _read_header(file, path)
         with naming_damage(path, "the tree"):
             # After the header: a file of a different program gets the error that it is not a
-            # checkpoint, and not one about its groups.
+            # checkpoint, not an error about its groups.
             contents.check({VARIABLES, STATE}, {DIGESTS, REPLICAS})
         self._nodes = contents.below(VARIABLES)
         self._state = contents.below(STATE)
@@ -95,7 +97,7 @@ class CheckpointReader:
         self._check_digests()
 
     def _read_tree(self, is_plain_file: bool) -> None:
-        """Read what is said of the variables, once no value can fill the memory any more."""
+        """Read the descriptions of the variables, once no value can fill the memory any more."""
         file_bytes = self.path.stat().st_size
         unpacked = 0
         types = TypesInFile()
@@ -110,9 +112,9 @@ class CheckpointReader:
                     offset = offset_of_block(node, num_bytes)
                 if offset is None:
                     num_bytes = check_layout(node, dtype.itemsize, file_bytes)
-                # By identity, because the components of a variable have the same path in a
+                # Compared by identity, because the components of a variable have the same path in a
                 # different group.
-                elif self._nodes.get(name) is node:  # its bytes lie here as they are in memory
+                elif self._nodes.get(name) is node:  # the file stores its bytes as memory does
                     self._offsets[name] = offset
                 unpacked += num_bytes
                 check_expansion(unpacked, file_bytes)
@@ -124,9 +126,9 @@ class CheckpointReader:
                 self.variables[name] = _read_info(node, shape, dtype)
 
     def _check_state(self, name: str, node: Any) -> None:
-        """Check that a state has its arrays, all of them and no others."""
+        """Check that the file has exactly the arrays that a state names."""
         arrays = read_names(node, "arrays")
-        if arrays is None:  # a file that another program has made
+        if arrays is None:  # a file from a different program
             return
         expected = {f"{name}/{each}" for each in arrays}
         found = {each for each in self.variables if each.startswith(f"{name}/")}
@@ -136,7 +138,7 @@ class CheckpointReader:
             raise ValueError("; ".join(lines))
 
     def _check_digests(self) -> None:
-        """Check that the digests of pages are there where they must be, and nowhere else."""
+        """Check that page digests exist for all large variables, and for no others."""
         expected = {name for name, info in self.variables.items() if is_paged(info.digest)}
         for name in sorted(expected ^ self._digests.keys()):
             with naming_damage(self.path, name):
@@ -164,7 +166,7 @@ class CheckpointReader:
     def extent_of(self, name: str) -> Extent | None:
         """Return the bytes of the file that hold the values of a variable. Local.
 
-        ``None`` if they are not stored as one block, as they are in memory.
+        ``None`` if the file does not store them as one block, as memory does.
         """
         info = self.variables[name]
         # An empty variable has no bytes to read, so every offset is right. None would send its
@@ -175,7 +177,7 @@ class CheckpointReader:
         return Extent(offset, info.size_bytes, info.dtype.itemsize, info.digest)
 
     def extents(self, least_bytes: int = 0) -> dict[str, Extent]:
-        """Return by name what `extent_of` does, for variables of at least this size. Local."""
+        """Return by name the result of `extent_of`, for variables of at least this size. Local."""
         found = {}
         for name, info in self.variables.items():
             if info.size_bytes >= least_bytes and (extent := self.extent_of(name)) is not None:
@@ -188,7 +190,7 @@ class CheckpointReader:
     def read_pieces(self, name: str) -> Iterator[np.ndarray]:
         """Yield the values of a variable in C order, flat, in native byte order. Local.
 
-        The memory this takes does not depend on the size of the variable.
+        The memory that this needs does not depend on the size of the variable.
         """
         info, dataset = self.variables[name], self._dataset(name)
         hasher = hasher_like(info.digest)
@@ -203,7 +205,7 @@ class CheckpointReader:
             self._check_values(name, hasher.result())
 
     def _check_values(self, name: str, found: ArrayDigest) -> None:
-        """Raise ValueError unless values have the digest of the file; it names damaged pages."""
+        """Raise ValueError if values do not have the digest of the file; it names damaged pages."""
         stored = self.variables[name].digest
         if found.text != stored and found.pages and is_paged(stored):
             pages = differing_pages(found, self._page_digests(name))
@@ -249,7 +251,7 @@ class CheckpointReader:
             return load_json(text, self.header.format_version)
 
     def verify(self) -> None:
-        """Read everything in pieces, and raise an error that names all that is damaged."""
+        """Read everything in pieces, and raise one error that names everything that is damaged."""
         damage = []
         for names, read in (
             (self.variables, self._read_through),
@@ -292,17 +294,17 @@ class CheckpointReader:
         check_layout(dataset.id, 1, self.path.stat().st_size)
         check_streams(dataset)
         digests: np.ndarray = dataset[()]
-        # The digest of a paged variable is the digest of its page digests, so it proves this table
-        # too.
+        # The digest of a paged variable is the digest of its page digests, so it also verifies this
+        # table.
         if digest_of_pages(digests.tobytes()) != self.variables[name].digest:
             raise ValueError("the digests of its pages are damaged")
         return digests
 
 
 _BYTES = 2**22
-"""Of one piece: small enough to stay in the cache of a processor until it is hashed."""
+"""Bytes per piece: small enough to stay in the cache of a core until it is hashed."""
 _BYTES_OF_CHUNKS = 2**26
-"""Of one piece where chunks are larger."""
+"""Bytes per piece if chunks are larger."""
 
 
 def _selections(
@@ -310,7 +312,8 @@ def _selections(
 ) -> Iterator[tuple[int | slice, ...]]:
     """Yield selections that cover an array of `shape`, each contiguous in C order.
 
-    They end where `chunks` end, as far as memory allows: part of a chunk costs as much as all.
+    They end at ends of `chunks`, as far as memory allows: reading part of a chunk costs as much as
+    reading all of it.
     """
     if not shape:
         yield ()
@@ -333,8 +336,8 @@ def _selections(
 def open_checkpoint(path: str | os.PathLike[str]) -> Iterator[CheckpointReader]:
     """Open a checkpoint file for reading."""
     path = Path(path)
-    # Only a file that is there and may be read can be damaged. Otherwise the path or its
-    # permissions are wrong.
+    # Only a file that exists and may be read can be damaged. Otherwise the path or its permissions
+    # are wrong.
     readable = os.path.isfile(path) and os.access(path, os.R_OK)
     error = CheckpointCorruptError if readable else CheckpointError
     with open_for_reading(path, error) as file:
@@ -346,7 +349,7 @@ def _read_header(file: Any, path: Path) -> Header:
     with naming_damage(path, "the attributes of the root group"):
         given: dict[str, Any] = {name: read_attribute(file.id, name) for name in (*known, "digest")}
     if given["format"] != FORMAT:
-        # The other attributes are those of mpistrat, so this one was damaged. A different program's
+        # The other attributes have mpistrat's names, so this one was damaged. A different program's
         # file has none of them.
         if given["format_version"] is not None and given["mpistrat_version"] is not None:
             raise CheckpointCorruptError(
@@ -374,7 +377,7 @@ def _read_header(file: Any, path: Path) -> Header:
     header = Header(**{name: given[name] for name in known})
     with naming_damage(path, "the attributes of the root group"):
         header.check()
-        # Files that other programs make need not have it; damage does not take it away.
+        # Files from other programs need not have a digest; damage does not remove it.
         stored = given["digest"]
         if stored not in (None, header.digest(str(stored))):
             raise ValueError("they do not have the digest that was stored with them")
@@ -385,7 +388,7 @@ def _read_info(dataset: Any, shape: tuple[int, ...], dtype: np.dtype) -> Variabl
     trainable = read_flag(dataset, "trainable")
     if not isinstance(trainable, bool):
         raise ValueError(f"the attribute trainable is {trainable!r}")
-    # To ask for what is not there is the slowest of these calls.
+    # Asking for an attribute that is missing is the slowest of these calls.
     has_dtype = h5py().h5a.get_num_attrs(dataset) != _NUM_ATTRIBUTES
     return VariableInfo(
         shape=shape,
@@ -399,12 +402,12 @@ def _read_info(dataset: Any, shape: tuple[int, ...], dtype: np.dtype) -> Variabl
 
 
 _NUM_ATTRIBUTES = 4
-"""Of a variable whose dtype HDF5 has."""
+"""Number of attributes of a variable whose dtype HDF5 has."""
 
 
 @contextlib.contextmanager
 def naming_damage(path: str | os.PathLike[str], where: str) -> Iterator[None]:
-    """Turn errors of h5py, NumPy and json over bad bytes into a `CheckpointCorruptError`."""
+    """Turn errors of h5py, NumPy and json about bad bytes into a `CheckpointCorruptError`."""
     try:
         yield
     # MemoryError too: damaged bytes can claim any shape.

@@ -1,7 +1,7 @@
-"""State that differs between replicas: what a checkpoint saves of it, and who gets it again.
+"""State that differs between replicas: how a checkpoint saves and restores it.
 
-`PerReplicaState` declares it for generators and objects. Of SyncOnRead variables, the aggregate is
-enough to continue; their components are saved too, with ``num_replicas=``, because adding them up
+`PerReplicaState` marks such state of generators and objects. For SyncOnRead variables the aggregate
+is enough to continue. With ``num_replicas=`` their components are saved too, because adding them up
 in a different order would change bits.
 """
 
@@ -25,33 +25,34 @@ Reshard = Callable[[list[Any], int], Sequence[Any]]
 
 
 class PerReplicaState:
-    """State that each replica has for itself, declared so that a checkpoint saves all of it.
+    """Mark state that differs between replicas, so that a checkpoint saves every replica's copy.
 
-    A checkpoint saves state that is equal on all ranks once, and refuses state that differs: which
-    one should a job on another number of ranks get? Wrapped in this class, the state of each
-    replica is saved and restored to the replica of the same number.
+    A checkpoint saves state that is equal on all ranks once. For state that differs it raises an
+    error: which of the states should a job on a different number of ranks get? In this class, the
+    state of each replica is saved, and restored to the replica of the same number.
 
-    Local. The object itself is used as before; only the checkpoint gets the wrapper.
+    Local. The program uses the object itself as before; only the checkpoint gets the wrapper.
 
     Parameters
     ----------
     obj : generator, plain Variable, or object with ``state_dict()`` and ``load_state_dict()``
-        What a checkpoint takes, except nests of it. Or a `PerReplica` of such objects, one for each
-        replica of this rank, as ``strategy.experimental_distribute_values_from_function`` makes
-        it: with more replicas than ranks (``num_replicas=``) it has to be one.
+        An object that a checkpoint can save, but no nest of objects. Or a `PerReplica` of such
+        objects, one per replica of this rank, which
+        ``strategy.experimental_distribute_values_from_function`` returns. With more replicas than
+        ranks (``num_replicas=``) it must be a `PerReplica`.
     reshard : callable, optional
-        ``reshard(states, num_replicas)`` is called on each rank when a file of another number of
-        replicas is restored. `states` holds what ``obj.state_dict()`` returned on each of them
+        Each rank calls ``reshard(states, num_replicas)`` when a file of a different number of
+        replicas is restored. `states` holds the result of ``obj.state_dict()`` on each old replica
         (for a generator its ``bit_generator.state``, for a variable ``{"value": array}``). It
-        returns `num_replicas` such states, the same on all ranks. Without it such a file is
-        refused with a `CheckpointMismatchError`. Another number of ranks with the same number of
-        replicas needs none.
+        returns `num_replicas` such states, the same on all ranks. Without `reshard`, such a file
+        raises a `CheckpointMismatchError`. A different number of ranks with the same number of
+        replicas does not need it.
 
     Raises
     ------
     TypeError
-        If `obj` has no state, or is a variable of a strategy: mirrored ones are equal, SyncOnRead
-        ones are aggregated.
+        If `obj` has no state, or is a variable of a strategy: mirrored variables are equal, and
+        SyncOnRead variables are aggregated.
 
     Examples
     --------
@@ -59,7 +60,7 @@ class PerReplicaState:
     >>> checkpoint = ms.Checkpoint(generator=generator)
     >>> generator.load_state_dict(generator.state_dict())  # as a checkpoint does
 
-    One generator for each replica, on any number of ranks:
+    One generator per replica, on any number of ranks:
 
     >>> generators = strategy.experimental_distribute_values_from_function(
     ...     lambda context: np.random.default_rng([7, context.replica_id_in_sync_group])
@@ -78,20 +79,31 @@ class PerReplicaState:
         self._num_replicas = len(own)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return ``{"replicas": states}``, all but those of this rank ``None``. Local."""
+        """Return ``{"replicas": states}`` with ``None`` for replicas of other ranks. Local.
+
+        Returns
+        -------
+        dict
+            The key ``"replicas"`` has one state per replica, ``None`` for those of other ranks.
+        """
         states: list[Any] = [None] * self._num_replicas
         for replica_id, target in zip(self._replicas, self._targets, strict=True):
             states[replica_id] = target.state_dict()
         return {"replicas": states}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Give each object its replica's part of a state with those of all replicas. Local.
+        """Set each object to its replica's state, from a state of all replicas. Local.
+
+        Parameters
+        ----------
+        state : dict
+            A dict as `state_dict` returns it, but with the states of all replicas.
 
         Raises
         ------
         ValueError
-            If it has another number of replicas and there is no `reshard` function, or if this
-            function returns another number of states.
+            If it has a different number of replicas and there is no `reshard` function, or if this
+            function returns a different number of states.
         """
         states = state.get("replicas")
         if not isinstance(states, list):
@@ -103,8 +115,8 @@ class PerReplicaState:
                     "and PerReplicaState was given no reshard function"
                 )
             found = len(states)
-            # On every rank with the states of all replicas: each rank then takes its own from the
-            # result.
+            # On every rank with the states of all replicas: each rank then takes its own states
+            # from the result.
             states = list(self._reshard(states, self._num_replicas))
             if len(states) != self._num_replicas:
                 raise ValueError(
@@ -115,7 +127,7 @@ class PerReplicaState:
             target.load_state_dict(states[replica_id])
 
     def _assign(self, layout: Layout) -> None:
-        """Learn which replicas are on this rank, or raise where the objects are not of these."""
+        """Learn which replicas are on this rank, or raise if the objects do not fit them."""
         own, of_all = layout.local_replicas, layout.num_replicas
         is_shared = of_all * layout.ranks_per_replica > layout.num_ranks
         if len(own) != len(self._targets) or (is_shared and not self._is_distributed):
@@ -149,7 +161,7 @@ def _adapter(obj: object) -> Stateful:
 
 
 class _VariableState:
-    """Gives and takes the value of a plain variable."""
+    """Returns and sets the value of a plain variable."""
 
     def __init__(self, variable: Variable) -> None:
         self._variable = variable
@@ -167,7 +179,7 @@ class _VariableState:
 
 
 def is_to_reshard(stateful: object, state: object) -> bool:
-    """Return whether `reshard` is to convert a `state` of a different number of replicas."""
+    """Return whether `reshard` converts `state`, which has a different number of replicas."""
     if not isinstance(stateful, PerReplicaState):
         return False
     states = state.get("replicas") if isinstance(state, dict) else None
@@ -181,7 +193,7 @@ def own_states(stateful: PerReplicaState, path: str) -> list[SplitState]:
 
 
 def assign_replicas(stateful: Iterable[object], layout: Layout) -> None:
-    """Let each `PerReplicaState` know which replicas are on this rank. Local: it may raise."""
+    """Tell each `PerReplicaState` which replicas are on this rank. Local: it may raise."""
     for each in stateful:
         if isinstance(each, PerReplicaState):
             each._assign(layout)
@@ -190,7 +202,7 @@ def assign_replicas(stateful: Iterable[object], layout: Layout) -> None:
 def gather_states(
     collectives: Collectives, what: str, name: str, own_states: Sequence[SplitState]
 ) -> Callable[[], dict[str, Any]] | None:
-    """Return on rank 0 what makes the state of all replicas from their parts. **Collective**."""
+    """Return on rank 0 a function that joins the states of all replicas. **Collective**."""
     described = [
         [dump_json(rest), [[key, array.shape, array.dtype.str] for key, array in arrays.items()]]
         for rest, arrays in own_states
@@ -215,13 +227,13 @@ def gather_states(
         data = np.concatenate([np.empty(0, np.uint8), *own])
         gathered = collectives.channel.transport.gather(data, num_bytes, 0)
     of_replicas = [each for rank in senders for each in of_ranks[rank]]
-    # Only a function: joining may fail, and `SavePlan.items` calls it where the other ranks
-    # learn of that.
+    # This is only a function, because joining may fail: `SavePlan.items` calls it where the other
+    # ranks get the error.
     return None if gathered is None else functools.partial(_join_all, of_replicas, gathered)
 
 
 def _join_all(of_replicas: Sequence[Any], gathered: np.ndarray) -> dict[str, Any]:
-    """Return what `PerReplicaState.load_state_dict` takes."""
+    """Return the argument for `PerReplicaState.load_state_dict`."""
     states, begin = [], 0
     for text, heads in of_replicas:
         found = {}

@@ -1,4 +1,4 @@
-"""Restore of all objects on all ranks, or of none: all is checked before any changes."""
+"""Restore of all objects on all ranks, or of none: everything is checked before any change."""
 
 from __future__ import annotations
 
@@ -48,9 +48,10 @@ _logger = logging.getLogger("mpistrat")
 class RestoreStatus:
     """The result of `Checkpoint.restore`.
 
-    Paths of the file that no object has taken when the checkpoint object goes away are named
-    in one warning of the logger ``mpistrat``, unless one of the methods here has been called.
-    Until an object takes them, nothing can be saved, unless `expect_partial` has been called.
+    If no object has taken some paths of the file when the checkpoint object is deleted, one warning
+    of the logger ``mpistrat`` names these paths, unless one of the methods here has been called.
+    While paths wait for their objects, nothing can be saved, unless `expect_partial` has been
+    called.
     """
 
     def __init__(self, root: Trackable, restoration: Restoration, warns: bool) -> None:
@@ -66,34 +67,49 @@ class RestoreStatus:
             self._warning.detach()
 
     def assert_consumed(self) -> RestoreStatus:
-        """Check that every path of the file and of the program has met its other half. Local.
+        """Check that the file and the program have the same paths, all restored. Local.
+
+        Returns
+        -------
+        RestoreStatus
+            This object.
 
         Raises
         ------
         CheckpointMismatchError
-            If not (it is an AssertionError too); the message names all paths.
+            If not (it is also an AssertionError); the message names all paths.
         """
         self._warning.detach()
         self._check(self._unexpected())
         return self
 
     def assert_existing_objects_matched(self) -> RestoreStatus:
-        """Check that every object that the program has by now was in the file. Local.
+        """Check that every object that the program has so far was in the file. Local.
+
+        Returns
+        -------
+        RestoreStatus
+            This object.
 
         Raises
         ------
         CheckpointMismatchError
-            If not (it is an AssertionError too); the message names all paths.
+            If not (it is also an AssertionError); the message names all paths.
         """
         self._warning.detach()
         self._check([])
         return self
 
     def expect_partial(self) -> RestoreStatus:
-        """Say that paths without a match are meant. Local.
+        """Accept paths without a match. Local.
 
-        No warning comes, and objects may be saved while values wait for others, which are then
-        not in the new file. Objects that are made later still get their values.
+        There is no warning, and objects may be saved while values wait for others, which are then
+        not in the new file. Objects that are created later still get their values.
+
+        Returns
+        -------
+        RestoreStatus
+            This object.
         """
         self._warning.detach()
         self._restoration.is_partial = True
@@ -170,12 +186,12 @@ def restore(
         call.agree(path)
     layout = collectives.layout
     # The file stays open to the end of the restore. If a different process renames a new checkpoint
-    # over the path meanwhile, all ranks still read the file that they checked.
+    # to this path meanwhile, all ranks still read the file that they checked.
     with open_together(collectives, _WHAT, path) as file:
         state, shapes = file.state, file.shapes
         slots = deferred_slots(tree)
-        # Created before the check, but attached to their owners only at the end: a restore that is
-        # refused leaves the optimizer without new slots.
+        # Created before the check, but attached to their owners only at the end: if the restore
+        # fails, the optimizer has no new slots.
         made = make_slots(slots, tree, shapes)
         tree.variables |= made
         fresh = fresh_slots(slots, tree, {*shapes, *state})
@@ -189,13 +205,13 @@ def restore(
                 check_nothing_missing(path, tree, {*shapes, *state, *fresh})
             file.leave(find_shards(tree, shapes, state), variables)
             for name in variables.keys() - file.in_place.keys():
-                variables[name]._load_piece(0, np.empty(0, shapes[name][1]))  # refuses now or never
+                variables[name]._load_piece(0, np.empty(0, shapes[name][1]))  # raises now or never
 
         values = _read(collectives, file, check)
         here = variables.keys() | file.shards.keys()
         others = {name: shape for name, shape in shapes.items() if name not in here}
-        # Read here, before the first object changes, so that damaged components refuse the restore
-        # too.
+        # Read here, before the first object changes, so that damaged components also fail the
+        # restore.
         components = read_components(collectives, file, variables, others)
         restoration = Restoration(
             path,
@@ -217,7 +233,7 @@ def restore(
         # zero.
         for variable in fresh.values():
             variable._load_value(np.zeros(variable.full_shape, variable.dtype))
-        with collectives.common_outcome(_WHAT, path):  # no rank reads what others still load
+        with collectives.common_outcome(_WHAT, path):  # no rank reads values that others still load
             file.load_in_place()
         load_all_components(collectives, components, variables)
         restoration.components = keep_components(collectives, components, others)
@@ -230,7 +246,7 @@ def restore(
 
 
 def _read(collectives: Collectives, file: SharedFile, check: Callable[[], None]) -> Values:
-    """Return the values of a file that is whole and passes `check`. **Collective**."""
+    """Return the values of a file that is intact and passes `check`. **Collective**."""
     values = Values({}, {})
 
     def check_and_read() -> dict[str, str]:
@@ -241,7 +257,7 @@ def _read(collectives: Collectives, file: SharedFile, check: Callable[[], None])
 
     damage: dict[str, str] = {}
     # Damage is returned, not raised: every rank reads its part to the end, and one error names all
-    # that is damaged on any rank.
+    # damage of all ranks.
     for each in collectives.on_all(check_and_read, _WHAT, file.path):
         damage |= each
     if damage:
@@ -254,7 +270,7 @@ def _read(collectives: Collectives, file: SharedFile, check: Callable[[], None])
 def _broadcast(
     collectives: Collectives, path: str, values: Values, shapes: Mapping[str, Shape]
 ) -> dict[str, np.ndarray]:
-    """Move those `values` that `shapes` names to every rank. **Collective** if there are any."""
+    """Send the `values` that `shapes` names to every rank. **Collective** if there are any."""
     if not shapes:
         return {}
     with collectives.call(_WHAT, path) as call:
@@ -263,13 +279,13 @@ def _broadcast(
 
 
 def _load_state(collectives: Collectives, restoration: Restoration, tree: Tree) -> StateLoading:
-    """Fill the objects of the user's own: only these can still refuse, so they come first."""
+    """Fill the user's own objects first: only these can still refuse their state."""
     loading = restoration.loading(tree)
     try:
         with collectives.common_outcome(_WHAT, restoration.path):
             loading.load()
-    # A refusal on one rank raises on all of them, so every rank gives its objects their old states
-    # back.
+    # If one rank's object refuses, all ranks raise, so every rank restores the old states of its
+    # objects.
     except Exception:
         loading.undo()
         raise

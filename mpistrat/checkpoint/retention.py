@@ -1,4 +1,4 @@
-"""Retention of checkpoints in a directory: which files are there, and which of them stay."""
+"""Retention of checkpoints in a directory: which files are there, and which of them to keep."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mpistrat.errors import CheckpointError
 
 PREFIX = "checkpoint-"
 _SKEW_S = 1.0
-"""Seconds by which the clocks of nodes may differ without a word."""
+"""Seconds by which the clocks of nodes may differ without a warning."""
 _WHAT = "latest_checkpoint"
 _logger = logging.getLogger("mpistrat")
 
@@ -67,7 +67,7 @@ def _entries(directory: str, names: list[str]) -> Iterator[Entry]:
 
 
 def _created_s(path: str) -> float:
-    """Return when the file says it was written, or when it was changed if it cannot say."""
+    """Return when the file says it was written, or its modification time if it does not say."""
     try:
         with open_checkpoint(path) as reader:
             return reader.header.created_s
@@ -78,15 +78,26 @@ def _created_s(path: str) -> float:
 def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
     """Return the path of the newest checkpoint in `directory` that verifies, else ``None``.
 
-    Damaged ones are passed over with a warning. **Collective** in a strategy's scope, where
-    rank 0 looks and all ranks get its answer; **Local**, without MPI, outside.
+    Damaged files are skipped with a warning. **Collective** in a strategy's scope: rank 0 looks and
+    all ranks get its answer. **Local**, without MPI, outside.
+
+    Parameters
+    ----------
+    directory : path
+        Folder of checkpoints; it may be missing. The same on all ranks.
+
+    Returns
+    -------
+    str or None
+        The path of the file, ``None`` if the folder has no checkpoints or only damaged ones.
 
     Raises
     ------
     CheckpointError
-        If the folder cannot be read, or no file that can be read is sound and others cannot.
+        If the folder cannot be read, or if some files cannot be read and none of the others is
+        intact.
     TypeError, ValueError
-        If `directory` is no path.
+        If `directory` is not a path.
 
     Examples
     --------
@@ -116,18 +127,18 @@ def _find_sound(directory: str) -> str | None:
                 unreadable = unreadable or error
         else:
             return entry.path
-    if unreadable is not None:  # it may be sound: None would start from the beginning silently
+    if unreadable is not None:  # it may be intact: None would silently restart training
         raise unreadable
     return None
 
 
 def warn_of_damage(error: CheckpointError) -> None:
-    """Log that a checkpoint is passed over because of `error`."""
+    """Log that a checkpoint is skipped because of `error`."""
     _logger.warning("Passing over a checkpoint that is not sound. %s", error)
 
 
 def warn_of_future(entries: Sequence[Entry], now_s: float) -> None:
-    """Log which files were written by a clock that was ahead of this one."""
+    """Log the files that were written by a clock that was ahead of this one."""
     names = [os.path.basename(each.path) for each in entries if each.created_s > now_s + _SKEW_S]
     if names:
         _logger.warning(
@@ -140,10 +151,10 @@ def warn_of_future(entries: Sequence[Entry], now_s: float) -> None:
 
 
 class Retention:
-    """Which of the files in a directory stay: the newest `max_to_keep`, and some older ones.
+    """Decides which files in a directory stay: the newest `max_to_keep`, and some older ones.
 
-    Of older files, one stays whenever `keep_every_s` seconds lie between it and the last one that
-    stayed for this reason; in an empty directory the seconds count from `now_s`.
+    Of the older files, one stays whenever `keep_every_s` seconds are between it and the last file
+    that stayed for this reason; in an empty directory the seconds count from `now_s`.
     """
 
     def __init__(
@@ -156,8 +167,8 @@ class Retention:
         self._max_to_keep = max_to_keep
         self._keep_every_s = keep_every_s
         self._count_from_s = float("-inf")
-        # In the order in which they may go. Files beyond `max_to_keep` are there because they were
-        # kept before.
+        # In the order in which they may be removed. Files beyond `max_to_keep` are there because
+        # they were kept before.
         self._recent = list(found)
         self._kept: list[Entry] = []
         self._keep_some_of(self._older())
@@ -176,7 +187,7 @@ class Retention:
         return sorted(self._kept + self._recent)
 
     def add(self, entry: Entry) -> list[Entry]:
-        """Add a new file, and return those that are to be removed."""
+        """Add a new file, and return the files to remove."""
         self._kept = [each for each in self._kept if each.path != entry.path]
         self._recent = [each for each in self._recent if each.path != entry.path]
         self._recent.append(entry)
@@ -186,11 +197,11 @@ class Retention:
 
     def time_after_all(self, now_s: float) -> float:
         """Return `now_s`, or a later time if a file seems newer: a new file is the newest."""
-        # The header has microseconds.
+        # The header stores microseconds.
         return max([now_s, *(each.created_s + 1e-6 for each in self.entries)])
 
     def note_restored(self, path: str) -> None:
-        """Keep the file `path` longer than those that were newer, but were damaged."""
+        """Keep the file `path` longer than newer files, which were damaged."""
         restored = [each for each in self._recent if each.path == path]
         self._recent = [each for each in self._recent if each.path != path] + restored
 
@@ -200,7 +211,7 @@ class Retention:
         return self._recent[: max(len(self._recent) - self._max_to_keep, 0)]
 
     def _keep_some_of(self, older: Sequence[Entry]) -> list[Entry]:
-        """Keep those that the rule keeps for good, and return the rest."""
+        """Keep the files that stay for good, and return the rest."""
         surplus = []
         for entry in older:
             if self._keep_every_s is None or (

@@ -1,11 +1,11 @@
 """State dicts as JSON text and arrays: split for a file, and joined again.
 
-Arrays leave the JSON, which keeps a ``null`` in their place only where the path alone could
-not tell the place: inside lists, and under keys that are empty or contain ``/``. A value that JSON
-has no form for becomes a `Mark`: tensors, and the types that JSON lacks, such as named tuples,
-enums, ordered dicts, counters and NumPy's scalars. In the text a mark is a dict of one key that
-begins with ``$``. The file stores a class by its name, which is looked up among the modules that
-the program has imported: a file makes no program import anything.
+Arrays are taken out of the JSON. A ``null`` keeps their place only if the path cannot tell the
+place: inside lists, and under keys that are empty or contain ``/``. A value that JSON has no form
+for becomes a `Mark`: tensors, and the types that JSON lacks, such as named tuples, enums, ordered
+dicts, counters and NumPy's scalars. In the text a mark is a dict of one key that begins with ``$``.
+The file stores a class by its name. A restore looks the name up among the modules that the program
+has imported: a file makes no program import anything.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _MARKS = {
     OLD_VERSION: {FLOAT, DICT},
     FORMAT_VERSION: {FLOAT, DICT, KEYS, SAME, TENSOR, TUPLE, SCALAR, NUMPY, CLASS},
 }
-"""By version of the format."""
+"""The marks of each version of the format."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,14 @@ class Mark:
 
     name: str
     content: Any
-    """Of ``$tuple`` the items, of ``$keys`` the pairs of keys and values of a dict, of ``$tensor``
-    the dtype, of ``$same`` the path of the tensor that it is tied to, of ``$scalar`` the dtype of a
-    NumPy scalar that is stored as an array, of ``$numpy`` the name of the type of another one and
-    its value, of ``$class`` a dict with the name of a class and what an instance is made of."""
+    """The content of the mark.
+
+    For ``$tuple`` the items, for ``$keys`` the pairs of keys and values of a dict,
+    for ``$tensor`` the dtype, for ``$same`` the path of the tensor that it is tied to, for
+    ``$scalar`` the dtype of a NumPy scalar that is stored as an array, for ``$numpy`` the type name
+    and the value of any other NumPy scalar, for ``$class`` a dict with the name of a class and the
+    parts of an instance.
+    """
 
 
 def dump_json(value: Any) -> str:
@@ -62,12 +66,12 @@ def dump_json(value: Any) -> str:
 
 
 def load_json(text: bytes, version: int = FORMAT_VERSION) -> Any:
-    """Return the value that `dump_json` was given; ValueError for other texts."""
+    """Return the value from which `dump_json` made `text`; ValueError for other strings."""
     return unmarked(json.loads(text), version)
 
 
 def marked(value: Any) -> Any:
-    """Return `value` as JSON values, with marks for the others."""
+    """Return `value` as JSON values, with marks for values that JSON lacks."""
     if isinstance(value, Mark):
         return {value.name: marked(value.content)}
     if isinstance(value, float) and not math.isfinite(value):
@@ -76,13 +80,13 @@ def marked(value: Any) -> Any:
         return [marked(item) for item in value]
     if isinstance(value, dict):
         items = {key: marked(item) for key, item in value.items()}
-        # A dict of the user that looks like a mark must come back as a dict.
+        # A dict of the user that looks like a mark must be restored as a dict.
         return {DICT: items} if _is_mark(value, FORMAT_VERSION) else items
     return value
 
 
 def unmarked(value: Any, version: int = FORMAT_VERSION) -> Any:
-    """Return the value of which `marked` made `value`; of its marks those of a `version` count."""
+    """Return the value from which `marked` made `value`, with the marks of a `version`."""
     if isinstance(value, list):
         return [unmarked(item, version) for item in value]
     if not isinstance(value, dict):
@@ -108,7 +112,7 @@ def unmarked(value: Any, version: int = FORMAT_VERSION) -> Any:
 
 
 def _is_mark(value: dict[str, Any], version: int) -> bool:
-    # In files of the old version the later marks are keys like any other.
+    # In files of the old version the later marks are ordinary keys.
     return len(value) == 1 and next(iter(value)) in _MARKS[version]
 
 
@@ -120,21 +124,21 @@ _DICTS = (collections.OrderedDict, collections.Counter)
 
 
 def exact_mark(value: Any, where: str, rest: Callable[[Any], Any]) -> Mark | None:
-    """Return the mark of a value whose type JSON would lose, ``None`` where it would not.
+    """Return the mark of a value whose type JSON would lose, ``None`` if JSON keeps the type.
 
     Parameters
     ----------
     value : object
-        Anything but a NumPy scalar that is stored as an array.
+        Any value except a NumPy scalar that is stored as an array.
     where : str
         The beginning of an error: whose value it is, and at which path.
     rest : callable
-        Gives the form in JSON of what the value is made of: a list, dict, number or string.
+        Returns the JSON form of the value's content: a list, dict, number or string.
 
     Raises
     ------
     TypeError
-        For a subclass of a type of JSON that cannot be made again from a file.
+        For a subclass of a type of JSON that cannot be created again from a file.
     """
     kind = type(value)
     if kind in (bool, int, float, str, list, tuple, dict):
@@ -162,7 +166,7 @@ def exact_mark(value: Any, where: str, rest: Callable[[Any], Any]) -> Mark | Non
 
 def _name_of(kind: type, where: str) -> str:
     name = f"{kind.__module__}:{kind.__qualname__}"
-    # A restore looks for the class by this name, so it must be found by it now.
+    # A restore looks the class up by this name, so the name must find the class now.
     if _find(name) is not kind:
         raise TypeError(
             f"{where}, but no class is found as {kind.__module__}.{kind.__qualname__}. Define it "
@@ -172,7 +176,7 @@ def _name_of(kind: type, where: str) -> str:
 
 
 def _find(name: str) -> Any:
-    """Return what has the name in the modules of the program, or ``None``."""
+    """Return the object of this name in the modules of the program, or ``None``."""
     module, _, path = name.partition(":")
     # Never imported: a file must not decide which code runs.
     found: Any = sys.modules.get(module)
@@ -182,10 +186,10 @@ def _find(name: str) -> Any:
 
 
 def instance_of_mark(content: dict[str, Any], items: Any) -> Any:
-    """Return the instance of the class that a mark names, made of `items`.
+    """Return an instance, made of `items`, of the class that a mark names.
 
-    Where the program does not have the class, return the nearest type, with a warning. What is
-    damaged raises `ValueError`.
+    If the program does not have the class, return the nearest type, with a warning. Damaged content
+    raises `ValueError`.
     """
     name, fields = content["class"], content.get("fields")
     found = _find(name) if isinstance(name, str) else None
@@ -217,7 +221,7 @@ def _warn(name: str, what: str) -> None:
 
 
 def value_of_numpy_mark(content: list[Any]) -> Any:
-    """Return the NumPy scalar that a mark stands for."""
+    """Return the NumPy scalar that a mark represents."""
     name, value = content
     return np.float64(value) if name == "float64" else np.str_(value)
 
@@ -231,8 +235,9 @@ _ABSENT = object()
 def split_state(state: object, owner: str, is_of_tensors: bool = False) -> SplitState:
     """Return the JSON part of `state`, and its arrays by path below the owner.
 
-    Tuples and the types of keys come back as they were. So do all other types, or `TypeError` is
-    raised, unless the state `is_of_tensors`, or has any: those hold ordered dicts, for example.
+    Tuples and the types of keys are restored as they were. So are all other types, or `TypeError`
+    is raised, unless the state `is_of_tensors` or contains tensors: such states hold ordered dicts,
+    for example.
     """
     if not isinstance(state, dict):
         raise TypeError(
@@ -240,7 +245,7 @@ def split_state(state: object, owner: str, is_of_tensors: bool = False) -> Split
         )
     splitter = _Splitter(owner, is_exact=not (is_of_tensors or holds_tensors(state)))
     rest = splitter.rest(state, "", plain=True)
-    # `join` takes a None at the path of an array for the place of that array.
+    # `join` takes a None at the path of an array as the place of that array.
     for path in splitter.nones & splitter.arrays.keys():
         raise ValueError(
             f"state_dict() of {owner!r} has two entries with the path {path!r}. Use keys "
@@ -250,12 +255,12 @@ def split_state(state: object, owner: str, is_of_tensors: bool = False) -> Split
 
 
 def tensor_mark(dtype: str) -> Mark:
-    """Return what stands in the JSON part of a state for a tensor of `dtype`."""
+    """Return the mark that replaces a tensor of `dtype` in the JSON part of a state."""
     return Mark(TENSOR, dtype)
 
 
 def json_part(value: object, owner: str, path: str) -> Any:
-    """Return what `split_state` makes of a part of a state that has no arrays, or TypeError."""
+    """Return the JSON part of a value without arrays, as in `split_state`, or raise TypeError."""
     splitter = _Splitter(owner, is_exact=False)
     rest = splitter.rest(value, path, plain=False)
     for name in splitter.arrays:
@@ -272,17 +277,18 @@ class _Splitter:
     def __init__(self, owner: str, is_exact: bool) -> None:
         self.owner = owner
         self.is_exact = is_exact
-        """Whether subclasses of JSON's types come back as they were, or are refused."""
+        """Whether subclasses of JSON's types are restored exactly, or raise."""
         self.arrays: dict[str, np.ndarray | TensorArray] = {}
         self.nones: set[str] = set()
-        """The paths of the state's own ``None``."""
+        """The paths of the ``None`` values in the state itself."""
         self._tensors: dict[Hashable, str] = {}
         """The paths of tensors that others may be tied to, by identity."""
 
     def rest(self, value: Any, path: str, plain: bool) -> Any:
         """Return `value` without its arrays.
 
-        `plain` says that all containers above are dicts whose keys are not empty and have no ``/``.
+        `plain` says that all containers above are dicts, whose keys are not empty and contain no
+        ``/``.
         """
         if value is None:
             self.nones.add(path)
@@ -300,8 +306,8 @@ class _Splitter:
             self.take(value, path)
             if self.is_exact and isinstance(value, np.generic):
                 return Mark(SCALAR, str(value.dtype))
-            # Below plain dicts the path alone says where an array belongs. In a list, None keeps
-            # its place.
+            # Below plain dicts the path by itself says where an array belongs. In a list, None
+            # keeps its place.
             return _ABSENT if plain else None
         if is_tensor(value):
             return self.take_tensor(value, path)
@@ -384,7 +390,7 @@ class _Splitter:
 
     def add(self, array: np.ndarray | TensorArray, path: str) -> None:
         check_path(path)
-        check_path(f"{self.owner}/{path}")  # which may be too long
+        check_path(f"{self.owner}/{path}")  # the path may be too long
         if path in self.arrays:
             raise ValueError(
                 f"state_dict() of {self.owner!r} has two arrays with the path {path!r}. Use keys "
@@ -395,7 +401,7 @@ class _Splitter:
 
 def _below(path: str, name: object) -> str:
     text = name if isinstance(name, str) else str(name)
-    return "/".join((path, text)) if path else text  # the text of a name that is an enum
+    return "/".join((path, text)) if path else text  # str of a name that is an enum
 
 
 def _marks(value: Any, path: str) -> Iterator[tuple[str, Mark]]:
@@ -407,7 +413,7 @@ def _marks(value: Any, path: str) -> Iterator[tuple[str, Mark]]:
 
 
 def _items(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield what is in a container, with its key as it was."""
+    """Yield the items of a container, with their keys as they were."""
     if isinstance(value, dict):
         yield from value.items()
     elif isinstance(value, list):
@@ -421,7 +427,7 @@ def _items(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _key(value: Any) -> Any:
-    """Return the key of a dict of which `rest_of_key` made `value`."""
+    """Return the key of a dict from which `rest_of_key` made `value`."""
     if isinstance(value, Mark) and value.name == TUPLE:
         return tuple(map(_key, value.content))
     if isinstance(value, Mark) and value.name == NUMPY:
@@ -436,9 +442,9 @@ def _key(value: Any) -> Any:
 def join_state(
     rest: Any, arrays: Mapping[str, Any], blank: dict[str, Any] | None = None
 ) -> dict[Any, Any]:
-    """Return the state that `split_state` was given.
+    """Return the state that `split_state` has split.
 
-    Where `blank` is given, tensors have no memory, and are put there by path.
+    If `blank` is passed, tensors have no memory, and are added to `blank` by path.
     """
     left = dict(arrays)
     tensors = _make_tensors(rest, left, are_blank=blank is not None)
@@ -459,7 +465,7 @@ def join_state(
 
 
 def _make_tensors(rest: Any, left: dict[str, Any], are_blank: bool) -> dict[str, Any]:
-    """Return by path the tensors that marks name; their arrays are no longer `left`."""
+    """Return by path the tensors that marks name, and remove their arrays from `left`."""
     tensors: dict[str, Any] = {}
     make: Callable[[np.ndarray, str], Any] | None = None
     for path, mark in _marks(rest, ""):
@@ -474,7 +480,7 @@ def _make_tensors(rest: Any, left: dict[str, Any], are_blank: bool) -> dict[str,
 
 
 class _Joiner:
-    """The walk through the JSON part of a state, which puts its arrays into their places."""
+    """The walk through the JSON part of a state, which inserts its arrays."""
 
     def __init__(self, arrays: dict[str, np.ndarray], tensors: dict[str, Any]) -> None:
         self._arrays = arrays
@@ -505,7 +511,7 @@ class _Joiner:
 
 
 def plain_state(rest: Any) -> Any:
-    """Return the JSON part of a state for people: without tensors, with texts as keys."""
+    """Return the JSON part of a state for display: without tensors, with strings as keys."""
     if isinstance(rest, Mark) and rest.name == SAME:
         return f"same as {rest.content}"
     if isinstance(rest, Mark) and rest.name == NUMPY:
@@ -519,7 +525,7 @@ def plain_state(rest: Any) -> Any:
 
 
 def _is_tensors(rest: Any) -> bool:
-    """Return whether there are tensors in a part of a state, and nothing else."""
+    """Return whether a part of a state contains tensors, and nothing else."""
     if isinstance(rest, Mark) and rest.name in (TENSOR, SCALAR):
         return True
     items = [item for _, item in _items(rest)]
@@ -527,12 +533,12 @@ def _is_tensors(rest: Any) -> bool:
 
 
 def tied_paths(rest: Any) -> dict[str, str]:
-    """Return the paths of tied tensors in the JSON part of a state, with those of their values."""
+    """Return the paths of tied tensors in the JSON part of a state, and of their values."""
     return {path: mark.content for path, mark in _marks(rest, "") if mark.name == SAME}
 
 
 def value_paths(rest: Any, path: str = "") -> Iterator[str]:
-    """Yield the paths of what is no tensor in the JSON part of a state."""
+    """Yield the paths of values that are not tensors in the JSON part of a state."""
     if isinstance(rest, Mark) and rest.name == CLASS:
         yield from value_paths(rest.content["items"], path)
     elif isinstance(rest, dict | list) or (isinstance(rest, Mark) and rest.name in (TUPLE, KEYS)):

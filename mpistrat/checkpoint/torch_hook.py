@@ -1,7 +1,8 @@
-"""Hook for PyTorch: how checkpoints take tensors and objects that keep their state in them.
+"""Hook for PyTorch: how checkpoints save tensors and objects that keep their state in tensors.
 
-`mpistrat.torch.states` fills it. It is loaded when a program that has imported PyTorch brings the
-first tensor or object of it, or when a file has tensors; so nothing here imports PyTorch.
+`mpistrat.torch.states` implements it. That module is loaded when a program that has imported
+PyTorch passes its first tensor or object of PyTorch, or when a file has tensors. So nothing here
+imports PyTorch.
 """
 
 from __future__ import annotations
@@ -31,20 +32,20 @@ class LoadedShard:
 
 
 class TensorArray(Protocol):
-    """A tensor on its way into a file; NumPy makes an array of it, which may need a copy."""
+    """A tensor that is being saved; NumPy converts it to an array, which may need a copy."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
-    """As it is stored."""
+    """The dtype in the file."""
     tensor_dtype: str
     """The name of the tensor's own dtype."""
     is_view: bool
     """Whether the array is the tensor's memory."""
     num_ranks: int
-    """How many ranks share its elements, 0 where it is no DTensor; for others `__array__` is
+    """Number of ranks that share its elements, 0 if it is not a DTensor. If not 0, `__array__` is
     collective."""
     is_here: bool
-    """Whether this rank is one of them."""
+    """Whether this rank is one of those ranks."""
 
     @property
     def size(self) -> int:
@@ -52,31 +53,32 @@ class TensorArray(Protocol):
 
     @property
     def mesh(self) -> str:
-        """The ranks that share its elements, as a text; empty where no rank can write a part."""
+        """The ranks that share its elements, as a string; empty if no rank can write a part."""
 
     def shards(self) -> Iterator[tuple[Box, np.ndarray]]:
-        """Yield the parts that this rank has, and no rank of its mesh before it."""
+        """Yield the parts that this rank has, and that no earlier rank of its mesh has."""
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """Return the values."""
 
 
 class TensorState:
-    """The state of an object of PyTorch, whose dicts keep their keys and whose tuples stay such.
+    """The state of an object of PyTorch, whose dicts keep their keys and whose tuples stay tuples.
 
     Parameters
     ----------
     target : object with ``state_dict()`` and ``load_state_dict()``
+        The object whose state is saved and restored.
     """
 
     is_mirrored = False
-    """Whether its tensors are those of replicas: rank 0's are saved, also if they have drifted."""
+    """Whether replicas hold its tensors: rank 0's are saved, even if the replicas have drifted."""
 
     def __init__(self, target: Any) -> None:
         self._target = target
 
     def mirrored_keys(self, keys: Iterable[str]) -> set[str]:
-        """Return those of `keys` whose tensors are to be equal on all ranks."""
+        """Return the `keys` whose tensors must be equal on all ranks."""
         return set(keys) if self.is_mirrored else set()
 
     @property
@@ -86,7 +88,7 @@ class TensorState:
 
     @property
     def replaces_tensors(self) -> bool:
-        """Whether it takes over the tensors of a state, and leaves those that it had."""
+        """Whether it adopts the tensors of a state, and does not write to its old tensors."""
         return False
 
     def state_dict(self) -> dict[Any, Any]:
@@ -95,7 +97,7 @@ class TensorState:
         return state
 
     def load_state_dict(self, state: dict[Any, Any]) -> None:
-        """Take over a state."""
+        """Set a state."""
         self._target.load_state_dict(state)
 
     def differences(self, path: str, state: dict[Any, Any]) -> Iterator[str]:
@@ -103,9 +105,10 @@ class TensorState:
         yield from ()
 
     def shards(self, state: dict[Any, Any]) -> Iterator[tuple[Any, Box | None]]:
-        """Yield each tensor of a state without values, and the part that this rank needs of it.
+        """Yield each tensor of a state without values, and the part of it that this rank needs.
 
-        ``None`` is for a tensor that it needs as a whole. What is not yielded is needed so too.
+        The part is ``None`` for a tensor that the rank needs as a whole. It also needs all tensors
+        that are not yielded as a whole.
         """
         yield from ()
 
@@ -114,32 +117,33 @@ class TensorState:
 
 
 class TensorLibrary(Protocol):
-    """What a checkpoint asks of PyTorch."""
+    """The functions that a checkpoint needs from PyTorch."""
 
     def state_of(self, value: object) -> TensorState | None:
         """Return an adapter for an object of PyTorch with state, ``None`` for others."""
 
     def world_strategy(self) -> Any:
-        """Return the strategy that carries the process group of all ranks, ``None`` without one."""
+        """Return the strategy that runs the process group of all ranks, ``None`` without one."""
 
     def stored(self, tensor: Any) -> TensorArray:
-        """Return `tensor` as a file holds it, or raise TypeError with what it is instead."""
+        """Return `tensor` as a file stores it, or raise TypeError that names its kind."""
 
     def identity(self, tensor: Any) -> Hashable:
-        """Return what tied tensors have in common, ``None`` where nothing can be."""
+        """Return a key that is equal for tied tensors, ``None`` if the tensor cannot be tied."""
 
     def tensor(self, array: np.ndarray | LoadedShard, dtype: str) -> Any:
-        """Return an array that was stored for a tensor of `dtype` as one, with its memory.
+        """Return a tensor of `dtype` from the array that a file stored for it, in the same memory.
 
-        Of a shard it is what `TensorState.load_state_dict` takes in its place.
+        For a shard, return the value that `TensorState.load_state_dict` takes in place of the
+        tensor.
         """
 
     def blank(self, array: np.ndarray, dtype: str) -> Any:
-        """Return what `tensor` does, without memory."""
+        """Return the same tensor as `tensor`, without memory."""
 
 
 def tensor_library() -> TensorLibrary:
-    """Return the library; ValueError where PyTorch is not installed."""
+    """Return the library; ValueError if PyTorch is not installed."""
     if pytorch.import_torch() is None:
         raise ValueError("it holds tensors of PyTorch, which is not installed here")
     library: TensorLibrary = pytorch.tensor_library()
@@ -154,7 +158,7 @@ def tensor_state(value: object) -> TensorState | None:
 
 
 def world_strategy() -> Any:
-    """Return the strategy that carries PyTorch's group of all ranks, ``None`` without one."""
+    """Return the strategy that runs PyTorch's group of all ranks, ``None`` without one."""
     return tensor_library().world_strategy() if "mpistrat.torch" in sys.modules else None
 
 
@@ -163,7 +167,7 @@ def _is_of_torch(kind: type) -> bool:
 
 
 def holds_tensors(value: object) -> bool:
-    """Return whether there are tensors in nested dicts, lists and tuples."""
+    """Return whether nested dicts, lists and tuples contain tensors."""
     if isinstance(value, dict):
         return any(map(holds_tensors, value.values()))
     if isinstance(value, list | tuple):

@@ -1,7 +1,7 @@
 """Validation of untrusted files: links, layouts, and compression bombs.
 
-What a checkpoint declares is bounded by what its file holds: a small file cannot make a reader
-fill the memory, neither with a shape nor with compressed zeros.
+The size of a file limits what its checkpoint may declare: a small file cannot make a reader fill
+the memory, neither with a shape nor with compressed zeros.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from mpistrat.system.text import readable_size
 
 @dataclass
 class Contents:
-    """What the groups of a file hold."""
+    """The contents of the groups of a file."""
 
     datasets: dict[str, Any] = field(default_factory=dict)
-    """The data sets of the low level by their full path."""
+    """The low-level datasets by their full path."""
     groups: set[str] = field(default_factory=set)
     """The full paths of the groups, without the root group."""
     problems: list[str] = field(default_factory=list)
-    """What no checkpoint has: links, second names, other kinds of objects."""
+    """Objects that no checkpoint has: links, second names, other kinds of objects."""
 
     def check(self, roots: set[str], optional: set[str]) -> None:
-        """Raise unless all data sets lie below the groups `roots`, which exist, or `optional`."""
+        """Raise unless all datasets are below the groups `roots`, which exist, or `optional`."""
         if self.problems:
             raise ValueError("; ".join(self.problems))
         tops = {path.partition("/")[0] for path in (*self.groups, *self.datasets)}
@@ -41,21 +41,21 @@ class Contents:
                 raise KeyError(f"there is no group {root}")
 
     def below(self, root: str) -> dict[str, Any]:
-        """Return the data sets below the group `root` by their path there, sorted."""
+        """Return the datasets below the group `root` by their path there, sorted."""
         inside = f"{root}/"
         found = {p: each for p, each in self.datasets.items() if p.startswith(inside)}
         return {path.removeprefix(inside): found[path] for path in sorted(found)}
 
 
 def survey(file: Any) -> Contents:
-    """Return what the groups of the open `file` hold, and follow no link. Local.
+    """Return the contents of the groups of the open `file`, without following links. Local.
 
-    Nothing is read but the groups themselves.
+    It reads only the groups themselves.
     """
     contents = Contents()
     h5 = h5py()
     # Hard links can make a group its own descendant, and give a large array thousands of names. So
-    # each object is taken once, and the root is among them.
+    # each object is visited once, and the root counts as visited.
     addresses = {h5.h5o.get_info(file.id).addr}
     stack = [("", file.id, 1)]
     while stack:
@@ -63,7 +63,7 @@ def survey(file: Any) -> Contents:
         for link in list(group):
             name = link.decode(errors="surrogateescape")
             path = above + name
-            # Before anything is opened: to open an external link would open a different file.
+            # Before anything is opened: opening an external link would open a different file.
             found = group.links.get_info(link)
             problem = _problem_of_link(found, name, depth)
             if problem:
@@ -93,17 +93,17 @@ def _problem_of_link(found: Any, name: str, depth: int) -> str:
 
 
 _HARMLESS_BYTES = 2**28
-"""So much any machine can hold, however small the file."""
+"""Any machine can hold this much, however small the file is."""
 _HIGHEST_COMPRESSION = 100
-"""Above it, values of numbers are no compressed model but a bomb. Deflate reaches 1032."""
+"""With a higher ratio, numbers are not a compressed model but a bomb. Deflate reaches 1032."""
 _PIECE_BYTES = 2**20
 _REPACK = "h5repack -f NONE -l CONTI IN OUT"
 
 
 def check_layout(dataset: Any, item_bytes: int, file_bytes: int) -> int:
-    """Return the bytes of memory that reading a low-level `dataset` takes at most.
+    """Return the most bytes of memory that reading a low-level `dataset` needs.
 
-    Refuses values that lie in other files, or behind filters whose output has no bound.
+    Raises for values that are stored in other files, or behind filters whose output has no bound.
     """
     space = dataset.get_space()
     if space.get_simple_extent_type() == h5py().h5s.NULL:
@@ -116,7 +116,7 @@ def check_layout(dataset: Any, item_bytes: int, file_bytes: int) -> int:
     of_chunk = properties.get_chunk() if layout == h5py().h5d.CHUNKED else ()
     if of_chunk:
         chunks = [-(-length // part) for length, part in zip(shape, of_chunk, strict=True)]
-        # A chunk in the file takes at least a byte. A false number would make the lists of chunks
+        # A chunk in the file takes at least a byte. With a false number, the lists of chunks would
         # fill the memory.
         if math.prod(chunks) > file_bytes:
             raise ValueError(f"it has {math.prod(chunks)} chunks, more than the file has bytes")
@@ -139,13 +139,13 @@ def _check_filters(filters: list[tuple[int, str]]) -> None:
 
 
 def _filters(properties: Any) -> list[tuple[int, str]]:
-    """Return number and name of each filter, in the order of writing."""
+    """Return number and name of each filter, in the order in which writing applies them."""
     found = [properties.get_filter(i) for i in range(properties.get_nfilters())]
     return [(each[0], each[3].decode(errors="replace") or str(each[0])) for each in found]
 
 
 def check_expansion(unpacked: int, file_bytes: int) -> None:
-    """Refuse a file whose values are out of all proportion to its size."""
+    """Raise for a file whose values are out of all proportion to its size."""
     if unpacked > max(_HARMLESS_BYTES, _HIGHEST_COMPRESSION * file_bytes):
         raise ValueError(
             f"its values take {readable_size(unpacked)}, which is larger than the file of "
@@ -155,8 +155,8 @@ def check_expansion(unpacked: int, file_bytes: int) -> None:
 
 
 def check_streams(dataset: Any) -> None:
-    """Refuse compressed chunks that are longer than they say: HDF5 would unpack all of them."""
-    if dataset.chunks is None:  # and so without filters
+    """Raise for compressed chunks that are longer than declared: HDF5 would unpack all of them."""
+    if dataset.chunks is None:  # not chunked, so without filters
         return
     filters = [number for number, _ in _filters(dataset.id.get_create_plist())]
     if h5py().h5z.FILTER_DEFLATE not in filters:
@@ -172,7 +172,7 @@ def check_streams(dataset: Any) -> None:
 
 
 def _stored_chunks(dataset: Any) -> list[Any]:
-    """Return what h5py knows of each chunk that is in the file: its place and size."""
+    """Return h5py's description of each chunk that is in the file: its offset and size."""
     if hasattr(dataset.id, "chunk_iter"):  # HDF5 1.10.10, 1.12.3 and later
         found: list[Any] = []
         dataset.id.chunk_iter(found.append)
@@ -183,7 +183,7 @@ def _stored_chunks(dataset: Any) -> list[Any]:
 def _is_longer(stream: bytes, size_bytes: int) -> bool:
     """Return whether a deflate stream has more than `size_bytes`, in little memory."""
     inflater = zlib.decompressobj()
-    with contextlib.suppress(zlib.error):  # which HDF5 will meet at the same place
+    with contextlib.suppress(zlib.error):  # HDF5 will fail at the same byte
         while stream and not inflater.eof:
             size_bytes -= len(inflater.decompress(stream, _PIECE_BYTES))
             if size_bytes < 0:

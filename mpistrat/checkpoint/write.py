@@ -1,8 +1,8 @@
-"""Write of arrays that several ranks have, each of which writes its parts to the file of rank 0.
+"""Write of arrays that several ranks have: each rank writes its parts to the file of rank 0.
 
-Rank 0 reserves a `Room` in the file, each rank writes what it has there, the digests are computed,
-and rank 0 signs. The ranks write through the file's descriptor, past the HDF5 library, which
-therefore needs no MPI.
+Rank 0 reserves a `Room` in the file, each rank writes its own parts there, the digests are
+computed, and rank 0 signs. The ranks write through the file's descriptor, past the HDF5 library,
+which therefore needs no MPI.
 """
 
 from __future__ import annotations
@@ -45,35 +45,35 @@ _PAGE = mmap.PAGESIZE
 
 @dataclass(frozen=True)
 class Room:
-    """Where arrays are stored in a file that one rank has created, and that several write to.
+    """Space for arrays in a file that one rank has created, and that several ranks write to.
 
-    The steps of such a write are `reserve`, `write_parts`, `read_back` and `sign`. Who calls them
+    The steps of such a write are `reserve`, `write_parts`, `read_back` and `sign`. The caller
     decides how the ranks exchange the results: see `write_together`, and `mpistrat.torch.dcp`.
     """
 
     path: str
-    """Of the checkpoint, for messages."""
+    """Path of the checkpoint, for messages."""
     temporary: str
     inode: int
     extents: dict[str, Extent]
 
     @classmethod
     def reserve(cls, writer: CheckpointWriter, path: str, items: Iterable[Item]) -> Room:
-        """Reserve room for `items`, whose values this rank need not have."""
+        """Reserve space for `items`, whose values this rank need not have."""
         extents = {
             item.path: Extent(writer.reserve(item), item.num_bytes, item.dtype.itemsize)
             for item in items
         }
         end = max((each.offset + each.num_bytes for each in extents.values()), default=0)
         with explaining(path):
-            # Other nodes must not take for holes what others have written.
+            # Other nodes must not see holes where other ranks have written.
             if os.fstat(writer.handle).st_size < end:
                 os.ftruncate(writer.handle, end)
             inode = os.fstat(writer.handle).st_ino
         return cls(path, os.path.abspath(writer.temporary), inode, extents)
 
     def only(self, names: Iterable[str]) -> Room:
-        """Return the room of some of the arrays."""
+        """Return the space of only the arrays `names`."""
         return replace(self, extents={name: self.extents[name] for name in names})
 
     def open(self, flags: int = os.O_WRONLY) -> int | None:
@@ -83,7 +83,8 @@ class Room:
             handle = os.open(self.temporary, flags | os.O_NONBLOCK)
         except OSError:
             return None
-        # On this node the path may name a file on a local disk. Only the inode tells them apart.
+        # On this node the path may name a file on a local disk. Only the inode tells the
+        # difference.
         if os.fstat(handle).st_ino == self.inode:
             return handle
         os.close(handle)
@@ -102,14 +103,15 @@ class Room:
 
     def write_part(self, handle: int, name: str, box: Box, values: np.ndarray) -> Written:
         """Write this rank's values of a part of an array."""
-        # Boxes of neighbouring ranks may share a page. `sign` proves that no page lost any of them.
+        # Boxes of neighbouring ranks may share a page. `sign` checks that no page has lost any of
+        # them.
         with explaining(self.path):
             return write_box(handle, self.extents[name], box, values)
 
     def read_back(self, runs: Iterable[PageRun], num_threads: int) -> list[Digested]:
-        """Return what this rank's `runs` of pages hold, once all ranks have written."""
-        # Opened again, after all writers have closed it: NFS promises to show what other nodes have
-        # written only then (nfs(5), close-to-open consistency).
+        """Return the digests of this rank's `runs` of pages, once all ranks have written."""
+        # Opened again, after all writers have closed it: only then does NFS promise to show the
+        # data of other nodes (nfs(5), close-to-open consistency).
         handle = self.open_or_raise(os.O_RDONLY)
         try:
             with explaining(self.path):
@@ -125,7 +127,7 @@ class Room:
     ) -> None:
         """Check that the file holds what each rank has `written`, and add the digests.
 
-        `found` is what the ranks have read back of the arrays that were written in parts.
+        `found` are the digests of arrays written in parts, which the ranks have read back.
         """
         parts: dict[str, list[Written]] = {name: [] for name in self.extents}
         for rank, of_rank in enumerate(written):
@@ -138,8 +140,8 @@ class Room:
             writer.set_digest(name, ArrayDigest(whole.digest, whole.pages))
 
     def _check_parts(self, name: str, parts: Sequence[Written], whole: Written) -> None:
-        # Two proofs that do not depend on the order of elements: their number, and the exclusive or
-        # of all of them, which is zero if written and found elements agree.
+        # Two checks that do not depend on the order of elements: their number, and the exclusive or
+        # of all of them, which is zero if the written and the found elements agree.
         num_items = sum(each.num_items for each in parts)
         if num_items != whole.num_items:
             raise CheckpointError(
@@ -155,12 +157,13 @@ class Room:
             )
 
     def _take_over(self, writer: CheckpointWriter, name: str, rank: int, written: Written) -> None:
-        """Check a page of an array that `rank` has written, and write what it has left."""
+        """Check a page of an array that `rank` has written, and write the rest that it left out."""
         # On a file system that does not show this rank the bytes of other nodes, the digest would
-        # be that of data that are not in the file. One page of each array shows that.
+        # not describe the data in the file. One page of each array shows whether it is such a file
+        # system.
         begin, num_bytes = self.extents[name].offset, self.extents[name].num_bytes
         with explaining(self.path):
-            page = os.pread(writer.handle, _PAGE, begin)  # nothing behind the end
+            page = os.pread(writer.handle, _PAGE, begin)  # empty beyond the end
         if digest_of_array(np.frombuffer(page, np.uint8)).text != written.first_page:
             raise CheckpointError(
                 f"The checkpoint {self.path} cannot be written by all ranks together: rank 0 does "
@@ -168,7 +171,7 @@ class Room:
                 "show all nodes the same. Save with parallel=False."
             )
         rest = np.frombuffer(base64.b64decode(written.rest), np.uint8)
-        # The end of an array shares its page with whatever follows, so only this rank writes that
+        # The end of an array shares its page with the next data, so only this rank writes that
         # page.
         with explaining(self.path):
             write_at(writer.handle, begin + num_bytes - rest.size, rest)
@@ -176,10 +179,10 @@ class Room:
 
 
 class _WholePages:
-    """Writes an array that all ranks have, except what does not fill a page at its end."""
+    """Writes an array that all ranks have, except the end that does not fill a page."""
 
-    # No two ranks write to one page of the file, because no rank reads all of it back: network file
-    # systems, where each node keeps pages in memory, may lose what one of them has written.
+    # No two ranks write to one page of the file, because no rank reads all of it back. Network file
+    # systems, where each node keeps pages in memory, may lose the data of one of the writers.
 
     def __init__(self, handle: int, extent: Extent) -> None:
         self._write = InOrder(write_at, handle, extent.offset)
@@ -189,15 +192,15 @@ class _WholePages:
 
     def __call__(self, part: np.ndarray) -> None:
         data = part.view(np.uint8)
-        # `_left` counts the bytes of whole pages that are still to come. Whatever follows them goes
-        # to rank 0, in the report.
+        # `_left` counts the bytes of whole pages that are still to be written. The report sends the
+        # bytes after them to rank 0.
         self._first_page = self._first_page or digest_of_array(data[:_PAGE]).text
         self._rest += data[self._left :].tobytes()
         self._write(data[: self._left])
         self._left -= min(self._left, data.size)
 
     def report(self, digest: ArrayDigest) -> Written:
-        """Return what rank 0 must know."""
+        """Return what rank 0 must know of the write."""
         return Written(0, 0, *digest, self._first_page, base64.b64encode(self._rest).decode())
 
 
@@ -212,8 +215,8 @@ def write_together(
         return
     extents = {name: Extent(*each) for name, each in told["room"].pop("extents").items()}
     room = Room(**told["room"], extents=extents)
-    # The same parameters may be sharded by several groups of ranks, each over its own mesh. Rank
-    # 0's group writes.
+    # The same parameters may be sharded by several groups of ranks, each over its own mesh. Only
+    # rank 0's group writes.
     own = [
         each
         for each in items
@@ -222,15 +225,15 @@ def write_together(
     share = _Share(room, own, collectives.rank)
     try:
         # The arrays that all ranks have are divided among the ranks that can open the file, and all
-        # must know which these are before one of them writes.
+        # ranks must know these before one of them writes.
         workers = collectives.on_all(lambda: share.open(bool(holders)), what, path)
         written = collectives.on_all(lambda: share.write(workers), what, path)
     finally:
         share.close()
     found: list[Digested] = []
     if holders:
-        # By now the parts of all ranks are in the file, so each rank may read pages that others
-        # have written.
+        # By now the parts of all ranks are in the file, so each rank may read pages that other
+        # ranks have written.
         in_parts = {name: room.extents[name].num_bytes for name in holders}
         runs = runs_of_ranks(in_parts, collectives.size)[collectives.rank]
         num_threads = divide_work({}, workers, collectives.rank).num_threads
@@ -244,7 +247,7 @@ def _from_json(written: Mapping[str, Sequence[Sequence[Any]]]) -> dict[str, list
 
 
 class _Share:
-    """What one rank writes of the arrays in a `Room`."""
+    """The part of the arrays in a `Room` that one rank writes."""
 
     def __init__(self, room: Room, items: Iterable[Item], rank: int) -> None:
         self._room, self._rank = room, rank
@@ -278,7 +281,7 @@ class _Share:
                     part = room.write_part(handle, name, box, values)
                     written.setdefault(name, []).append(part)
             if len({worker[0] for worker in workers if worker}) > 1:
-                os.fsync(handle)  # on one host, rank 0's flush at the end is for all
+                os.fsync(handle)  # on one host, rank 0's flush at the end covers all ranks
             self._handle = None
             os.close(handle)
         return written

@@ -1,7 +1,7 @@
-"""Writer of checkpoint files: rank 0 adds one dataset after the other, or reserves room for it.
+"""Writer of checkpoint files: rank 0 adds one dataset after the other, or reserves space for it.
 
-A path belongs to the ranks that write it. Groups of ranks of one job need not be in contact, so
-what they must know of each other is in the file: it says which ranks wrote it.
+A path belongs to the ranks that write it. Groups of ranks of one job need not be in contact, so the
+file itself says which ranks wrote it.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ WRITERS = "writers"
 # The root group has eight: with a ninth, HDF5 would store them where damage can hide one.
 
 _BEGAN_S = time.time()
-"""Files that are older come from another job, perhaps with other ranks."""
+"""Older files are from a different job, perhaps with other ranks."""
 
 _LONGEST_COMMIT_S = 10.0
-"""A look into a file and a rename take no longer."""
+"""Reading a file's header and renaming it take no longer."""
 
 
 @dataclass(frozen=True)
@@ -58,14 +58,14 @@ class Writers:
     """Ranks that write files together."""
 
     ranks: tuple[int, ...]
-    """In COMM_WORLD."""
+    """Ranks in COMM_WORLD."""
     world_size: int
     collectives: Collectives | None = field(default=None, compare=False, repr=False)
-    """Of their strategy, which gives up its paths when it is closed."""
+    """Collectives of their strategy, which gives up its paths when it is closed."""
 
     @classmethod
     def of(cls, collectives: Collectives) -> Writers | None:
-        """Return the ranks of `collectives`, ``None`` where the job has one rank."""
+        """Return the ranks of `collectives`, ``None`` if the job has one rank."""
         transport = collectives.channel.transport
         if transport.world_size > 1:
             return cls(tuple(transport.world_ranks), transport.world_size, collectives)
@@ -75,7 +75,7 @@ class Writers:
     @property
     def is_named(self) -> bool:
         """Whether a file says who wrote it."""
-        # With num_replicas= the ranks of a whole job write the same file at any number of them.
+        # With num_replicas= the ranks of a whole job write the same file, whatever their number.
         are_all = len(self.ranks) == self.world_size or (
             self.collectives is not None and self.collectives.is_elastic
         )
@@ -98,8 +98,8 @@ class Writers:
 
     @contextlib.contextmanager
     def commit(self, path: Path, created: str) -> Iterator[None]:
-        """Check `path` while no other writer gives a file this name, which is the body's work."""
-        # `created` is that attribute of the file.
+        """Check `path`; no other writer gives a file this name while the body renames its own."""
+        # `created` is the attribute of the file.
         with claimed(path, _LONGEST_COMMIT_S):
             self.check(path)
             yield
@@ -110,7 +110,7 @@ class Writers:
 def _writers_of(path: Path) -> str | None:
     """Return who wrote a file since this job began, ``None`` if it does not say so."""
     try:
-        if path.stat().st_mtime < _BEGAN_S - 60:  # spares the look into most files
+        if path.stat().st_mtime < _BEGAN_S - 60:  # saves opening most files
             return None
         with hdf5.open_for_reading(path, CheckpointError) as file:
             found = read_attribute(file[VARIABLES].id, WRITERS)
@@ -118,7 +118,7 @@ def _writers_of(path: Path) -> str | None:
         is_ours = Header(created=created).created_s >= _BEGAN_S
         if is_ours and _released(path).exists():
             is_ours = _released(path).read_text() != created
-    except (OSError, RuntimeError, ValueError, KeyError):  # there is none, or it is damaged
+    except (OSError, RuntimeError, ValueError, KeyError):  # no file, or a damaged one
         return None
     return found if is_ours and isinstance(found, str) else None
 
@@ -128,19 +128,19 @@ _MANY = 64
 
 def _release_at_close(collectives: Collectives, path: Path, created: str) -> None:
     actions = collectives.on_close
-    if len(actions) >= _MANY:  # a manager has removed most of its files
+    if len(actions) >= _MANY:  # by now a manager has removed most of its files
         for gone in [each for each in actions if isinstance(each, Path) and not each.exists()]:
             del actions[gone]
     actions[path] = partial(_release, path, created)
 
 
 def _released(path: Path) -> Path:
-    """Return the path of the mark that the file `path` belongs to nobody any more."""
+    """Return the path of the mark that says that nobody owns the file `path` any more."""
     return hidden_beside(path, "released")
 
 
 def _release(path: Path, created: str) -> None:
-    """Give up `path`, as long as the file there is the one that was `created` then."""
+    """Give up `path`, unless the file there is not the one that was `created` then."""
     # Other ranks need not be in contact, so a mark is kept next to the file until the job ends.
     with contextlib.suppress(OSError):
         _released(path).write_text(created)
@@ -148,12 +148,12 @@ def _release(path: Path, created: str) -> None:
 
 
 class Replaces(enum.Enum):
-    """What a save may replace."""
+    """Which files a save may replace."""
 
     CHECKPOINTS = enum.auto()
     """A file that is a checkpoint."""
     OWN_NAMES = enum.auto()
-    """A file with a name that only a `CheckpointManager` gives; no intact data file."""
+    """A file whose name only a `CheckpointManager` uses, even damaged; no intact data file."""
     ANYTHING = enum.auto()
 
 
@@ -170,10 +170,10 @@ def check_may_replace(path: str, replaces: Replaces) -> None:
             names = ", ".join(map(repr, list(file)[:4]))
             is_checkpoint = file.attrs.get("format") in (FORMAT, FORMAT.encode())
     except PermissionError:
-        return  # nobody can look into it; writing says what may not be done
+        return  # unreadable; the error of writing says why
     except (OSError, RuntimeError) as reason:
         if replaces is Replaces.OWN_NAMES:
-            return  # damaged: a job that resumes before it writes it again
+            return  # damaged: a job that resumed at an earlier step writes it again
         raise CheckpointError(
             f"The checkpoint {path} would replace a file that is not a readable HDF5 file: "
             f"{reason} {remedy}"
@@ -186,24 +186,24 @@ def check_may_replace(path: str, replaces: Replaces) -> None:
 
 
 class BufferLifetime(enum.Enum):
-    """Which ranks have the values of an array, and for how long."""
+    """Which ranks have the values of an array, and until when."""
 
     BRIEF = enum.auto()
-    """Rank 0, until the next item."""
+    """Rank 0 has them, until the next item."""
     LONG = enum.auto()
-    """Rank 0, until the end of the save."""
+    """Rank 0 has them, until the end of the save."""
     EVERYWHERE = enum.auto()
-    """All ranks, the same values, until the end of the save."""
+    """All ranks have the same values, until the end of the save."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of an array that ranks have, of which no rank has all."""
+    """The parts of an array, if no rank has all of them."""
 
     holders: str
-    """A text that is equal on the ranks that divide the array among them."""
+    """A string that is equal on the ranks that divide the array among them."""
     own: Callable[[], Iterable[tuple[Box, np.ndarray]]]
-    """Returns those that this rank is to write."""
+    """Returns the parts that this rank writes."""
 
 
 @dataclass(frozen=True)
@@ -219,17 +219,17 @@ class Item:
     shape: tuple[int, ...]
     dtype: np.dtype
     attributes: Mapping[str, bool | str | Sequence[str]]
-    """All but the digest."""
+    """All attributes except the digest."""
     array: Array | None = None
-    """All values, on the ranks of `life`: for state the text."""
+    """All values, on the ranks that `life` names; for state, the JSON text."""
     life: BufferLifetime = BufferLifetime.LONG
     pieces: Iterator[np.ndarray | None] | None = None
-    """Some values at a time, in their order, on rank 0. Collective."""
+    """The values piece by piece, in order, on rank 0. Collective."""
     parts: Parts | None = None
 
     @property
     def is_shared(self) -> bool:
-        """Whether other ranks than 0 may write it."""
+        """Whether ranks other than 0 may write it."""
         return self.parts is not None or self.life is BufferLifetime.EVERYWHERE
 
     @property
@@ -254,8 +254,8 @@ def variable_item(
 ) -> Item:
     """Return the item of a variable, or of an array of an object's state.
 
-    `shape` and `dtype` are by default those of `array`. `tensor_dtype` is the dtype of a tensor,
-    which the file names if HDF5 lacks it.
+    The defaults of `shape` and `dtype` are the array's own. `tensor_dtype` is the dtype of a
+    tensor, which the file names if HDF5 lacks it.
     """
     if shape is None or dtype is None:
         given: Any = array
@@ -284,7 +284,7 @@ class CheckpointWriter:
     temporary : str
         The name of the file until it is complete.
     handle : int
-        Its descriptor.
+        The descriptor of the file.
     """
 
     def __init__(
@@ -297,12 +297,12 @@ class CheckpointWriter:
         self.temporary: str = file.filename
         self.handle: int = file.id.get_vfd_handle()
         self.groups = Groups(file)
-        # The look-up creates the group. The reader requires both, also if one is empty.
+        # The look-up creates the group. The reader requires both groups, even if one is empty.
         for name in (VARIABLES, STATE):
             self.groups[name]
         self._stack = stack
         self._reserved: dict[str, Any] = {}
-        """The datasets whose digests follow, by path."""
+        """The datasets whose digests are added later, by path."""
         self._unfinished: list[tuple[str, Checksum]] = []
 
     @functools.cached_property
@@ -313,9 +313,9 @@ class CheckpointWriter:
         return self._stack.enter_context(ChecksumPool())
 
     def add(self, item: Item) -> None:
-        """Add one dataset, whose values are here. Local.
+        """Add one dataset, whose values are on this rank. Local.
 
-        The digest of one that stays as it is until `finish` may be added there.
+        If its values stay valid until `finish`, its digest may be added there.
         """
         array = item.array
         if array is None:
@@ -328,15 +328,15 @@ class CheckpointWriter:
             else:
                 digester = self.begin(item)
                 digester.update_with(array)
-                # The next item replaces a brief array, so all of it must be on its way to the file
-                # before `add` returns.
+                # The next item replaces a brief array, so `add` returns only when all of it is
+                # written.
                 if item.life is BufferLifetime.BRIEF:
                     self.end(item, digester)
                 else:
                     self._unfinished.append((item.path, digester))
 
     def begin(self, item: Item) -> Checksum:
-        """Reserve room for an array, and return what writes its pieces there, in their order."""
+        """Reserve space for an array, and return an object that writes its pieces in order."""
         with explaining(self._path):
             offset = self.reserve(item)
             return self._digests.begin(after=InOrder(write_at, self.handle, offset))
@@ -353,16 +353,16 @@ class CheckpointWriter:
         self.set_digest(item.path, digest)
 
     def reserve(self, item: Item) -> int:
-        """Reserve room for the values of a variable, and return where it begins. Local.
+        """Reserve space for the values of a variable, and return its offset. Local.
 
-        A large one begins with a page of the system. The values are written by `write_at`, and
+        A large variable begins at a page of the system. `write_at` writes the values, and
         `set_digest` adds their digest.
         """
         with explaining(self._path):
             dataset = self._reserved[item.path] = self._create(item)
             if not item.num_bytes:
                 return 0
-            # Known at once, because `nodes._in_place` has HDF5 allocate the space when the dataset
+            # Known at once, because `nodes._in_place` lets HDF5 allocate the space when the dataset
             # is created.
             offset = dataset.get_offset()
             if offset is None:
@@ -420,8 +420,8 @@ def create_checkpoint(
             if writers is None:
                 file = stack.enter_context(hdf5.create_atomically(path))
             else:
-                # Early, before all data are written. `commit` checks again while it holds the
-                # claim, since a different writer may finish first.
+                # Checked early, before all data is written. `commit` checks again while it holds
+                # the claim, since a different writer may finish first.
                 writers.check(Path(os.path.realpath(path)))
                 commit = partial(writers.commit, created=header.created)
                 file = stack.enter_context(hdf5.create_atomically(path, commit))
@@ -430,7 +430,7 @@ def create_checkpoint(
                 write_attribute(writer.groups[VARIABLES], WRITERS, str(writers))
         yield writer
         writer.finish()
-        # Threads end, HDF5 closes the file, then fsync and the rename: all of it can still fail for
+        # The threads end, HDF5 closes the file, then fsync and rename: each step can still fail for
         # lack of space.
         with explaining(path):
             stack.close()
@@ -443,12 +443,12 @@ def _set_attributes(dataset: Any, item: Item) -> None:
 
 @contextlib.contextmanager
 def explaining(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn errors of the system and of h5py into a `CheckpointError` with the remedy."""
+    """Turn errors of the system and of h5py into a `CheckpointError` that names a remedy."""
     try:
         yield
     except CheckpointError:
         raise
-    except (OSError, RuntimeError) as reason:  # h5py raises either where the system refuses
+    except (OSError, RuntimeError) as reason:  # h5py raises either if the system refuses
         text = hdf5.error_text(reason)
         raise CheckpointError(
             f"The checkpoint {os.fspath(path)} cannot be written: {text}. Check the folder, "
@@ -468,14 +468,14 @@ class FirstError:
         if self._is_root and self._error is None:
             try:
                 return do(*arguments)
-            # Not raised here: the other ranks are already on their way to the next collective, and
-            # would wait there for rank 0.
+            # Not raised here: the other ranks will enter the next collective, and would wait there
+            # for rank 0.
             except Exception as error:
                 self.abandon(error)
         return None
 
     def abandon(self, error: BaseException) -> None:
-        """Do nothing more, because of `error`."""
+        """Do nothing more, because `error` was raised."""
         if self._error is None:
             self._error = error if isinstance(error, Exception) else RuntimeError(repr(error))
 
@@ -495,7 +495,7 @@ class RootFile(FirstError):
         self._writer = self.run(self._context.__enter__)
 
     def use(self, do: Callable[..., Any], *arguments: Any) -> Any:
-        """Return what `do` returns for the writer, on rank 0, as by `run`."""
+        """Call `do` with the writer on rank 0, as `run` does, and return its result."""
         return self.run(do, self._writer, *arguments)
 
     def write(self, item: Item) -> None:
@@ -504,7 +504,8 @@ class RootFile(FirstError):
             self.use(CheckpointWriter.add, item)
             return
         digester = self.use(CheckpointWriter.begin, item)
-        # Other ranks, and rank 0 after an error, draw the pieces too, because that is collective.
+        # Other ranks, and rank 0 after an error, also iterate over the pieces, because that is
+        # collective.
         for piece in item.pieces:
             if digester is not None:
                 self.use(CheckpointWriter.extend, digester, piece)
@@ -514,19 +515,19 @@ class RootFile(FirstError):
             self.use(CheckpointWriter.end, item, digester)
 
     def abandon(self, error: BaseException) -> None:
-        """Remove what has been written, because of `error`."""
+        """Remove the data that has been written, because `error` was raised."""
         super().abandon(error)
         if self._writer is not None:
             self._writer = None
             try:
-                # The rest of `create_checkpoint` runs with the error: it removes the temporary
-                # file, and the file under `path` stays.
+                # The rest of `create_checkpoint` gets the error: it removes the temporary file, and
+                # the file at `path` stays.
                 self._context.__exit__(type(error), error, error.__traceback__)
             except Exception as explained:
                 self._error = explained
 
     def complete(self) -> None:
-        """Put the file in its place on rank 0, or raise the error."""
+        """Rename the file to its path on rank 0, or raise the error."""
         self.check()
         writer, self._writer = self._writer, None
         if writer is not None:
@@ -537,15 +538,15 @@ class RootFile(FirstError):
 def file_of_root(
     collectives: Collectives, what: str, path: str, header: Header, writers: Writers | None
 ) -> Iterator[RootFile]:
-    """Have rank 0 create a file, for the public function `what`. **Collective**.
+    """Let rank 0 create a file, for the public function `what`. **Collective**.
 
-    If rank 0 fails to write, it still takes part in the rest, and the error is raised on every rank
-    at the end.
+    If rank 0 fails to write, it still takes part in the rest, and all ranks raise the error at the
+    end.
     """
     file = RootFile(collectives.rank == 0, path, header, writers)
     try:
         yield file
-    # No common outcome after this: an error outside of `run` may leave the ranks at different
+    # The ranks share no outcome after this: an error outside of `run` may leave them at different
     # calls.
     except BaseException as error:
         file.abandon(error)

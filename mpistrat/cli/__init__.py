@@ -13,8 +13,8 @@ from mpistrat.version import __version__
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; return its exit code, or 2 for bad arguments and failing output."""
-    if sys.stdout is None:  # closed by the parent, which wants only the exit code
+    """Run one command. Return its exit code, or 2 for bad arguments or failing output."""
+    if sys.stdout is None:  # the parent has closed it, because it wants only the exit code
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  until the end
     try:
         arguments = make_parser().parse_args(argv)
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except OSError:
         reason = _why_output_fails()
-        if reason is None:  # the output works, so the error is of something else
+        if reason is None:  # the output works, so the error has a different cause
             raise
         _forget_output()
         print(f"mpistrat: the output cannot be written: {reason}.", file=sys.stderr)
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _why_output_fails() -> str | None:
-    """Return why one more line cannot be printed, ``None`` where it can."""
+    """Return why one more line cannot be printed, or ``None`` if it can."""
     try:
         print(flush=True)
     except OSError as reason:
@@ -46,12 +46,12 @@ def _why_output_fails() -> str | None:
 
 
 def _forget_output() -> None:
-    """Discard what is still buffered, which Python would otherwise flush again at exit."""
+    """Discard buffered output, which Python would otherwise try to flush at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class _MainParser(argparse.ArgumentParser):
-    """The parser of ``mpistrat``, whose help has the commands in groups."""
+    """Parser of ``mpistrat``, whose help shows the commands in groups."""
 
     def format_help(self) -> str:
         lines = ["usage: mpistrat COMMAND [options]", "", *_DESCRIPTION]
@@ -114,11 +114,11 @@ def _complete(arguments: argparse.Namespace) -> int:
 
 _FILES = {"FILE", "PATH", "PNG", "PROGRAM"}
 _FOLDERS = {"DIR"}
-"""How arguments that are files, or folders, are called."""
+"""Placeholders of arguments that are files, and of those that are folders."""
 
 
 def _paths(parser: argparse.ArgumentParser) -> Iterator[tuple[argparse.Action, str]]:
-    """Yield each argument of the commands that is a path, and whether of a file or a folder."""
+    """Yield each argument of the commands that is a path, with ``"file"`` or ``"folder"``."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for child in action.choices.values():

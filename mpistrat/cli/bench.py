@@ -78,7 +78,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def run_benchmark(benchmark: Benchmark, arguments: argparse.Namespace) -> int:
-    """Measure, then print and write the report; return the exit code. **Collective**."""
+    """Measure, print and write the report, and return the exit code. **Collective**."""
     from mpistrat import context
     from mpistrat.bench.measure import describe_machine
     from mpistrat.mpi.world import open_world
@@ -116,7 +116,7 @@ def run_benchmark(benchmark: Benchmark, arguments: argparse.Namespace) -> int:
     except OSError as error:
         print_error("bench", f"{error.filename} cannot be written: {error.strerror}.")
         return 2
-    except ValueError as error:  # of a picture
+    except ValueError as error:  # a picture cannot be written
         print_error("bench", error)
         return 2
     return 0
@@ -142,7 +142,7 @@ def _choices(benchmark: Benchmark, arguments: argparse.Namespace) -> Choices:
     Device.parse(arguments.device)
     if arguments.device != "cpu" and not benchmark.runs_on_devices:
         raise ValueError(f"{benchmark.name} runs on the host: leave out --device.")
-    num_ranks = getattr(arguments, "ranks", None)  # an option of some programs alone
+    num_ranks = getattr(arguments, "ranks", None)  # only some programs have this option
     if getattr(arguments, "best", False) and not benchmark.starts_ranks:
         raise ValueError(f"--best is for allreduce, not for {benchmark.name}.")
     if num_ranks is not None and not benchmark.starts_ranks:
@@ -159,7 +159,7 @@ def _choices(benchmark: Benchmark, arguments: argparse.Namespace) -> Choices:
 
 
 def _check_files(arguments: argparse.Namespace) -> None:
-    """Raise ValueError for what cannot be written, before anything is measured."""
+    """Raise ValueError if an output file cannot be written, before anything is measured."""
     if arguments.plot:
         check_can_draw()
     for path in filter(None, (arguments.output, arguments.plot)):

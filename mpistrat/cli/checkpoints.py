@@ -93,7 +93,7 @@ def _is_data_file(path: str) -> bool:
         with contextlib.closing(hdf5.open_for_reading(path, DataError)) as file:
             if read_attribute(file.id, "format") == FORMAT:
                 return False
-            # One of these is left of a checkpoint whose header is damaged.
+            # A checkpoint with a damaged header still has one of these attributes.
             return not {"format_version", "mpistrat_version"} & set(file.attrs)
     except (DataError, OSError, RuntimeError, UnicodeError):
         return False
@@ -155,8 +155,8 @@ def _print_for_people(file: str, content: dict[str, Any], in_full: bool) -> None
 def _rows(
     variables: dict[str, dict[str, Any]], states: tuple[str, ...], shown: list[str]
 ) -> list[list[object]]:
-    """Return a row for each variable: a tree on a terminal, full paths for grep and awk."""
-    # Arrays in the state of an object, such as a module of PyTorch, have no such modes.
+    """Return one row per variable: as a tree on a terminal, with full paths for grep and awk."""
+    # Arrays in the state of an object, such as a PyTorch module, have no modes.
     inner = {name for name in variables if name.startswith(tuple(f"{each}/" for each in states))}
     labels = tree_labels(variables) if is_terminal() else ((name, name) for name in variables)
     blank = [""] * (len(_COLUMNS) - 1 + len(shown))
@@ -215,7 +215,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     in_folders: list[Path] = []
     try:
         for name in arguments.path:
-            if not os.path.exists(name):  # also an empty name, which Path takes for the folder "."
+            if not os.path.exists(name):  # an empty name too, which Path takes for the folder "."
                 raise ValueError(f"There is no file or folder {name!r}.")
             if os.path.isdir(name):
                 in_folders += _find(Path(name))
@@ -229,7 +229,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     for path in dict.fromkeys((*given, *in_folders)):
         try:
             verdict = _verdict(path, path in in_folders)
-        except CheckpointError as error:  # it says nothing about a checkpoint
+        except CheckpointError as error:  # the file cannot be used as a checkpoint
             print_error("verify", error)
             are_usable = False
             continue
@@ -237,7 +237,7 @@ def _verify(arguments: argparse.Namespace) -> int:
             print_note("verify", f"{path} is a data file, not a checkpoint, and left out.")
             continue
         if not verdict["sound"] and path in in_folders and not os.path.lexists(path):
-            continue  # a running job has removed it to keep a newer one
+            continue  # a running job has removed it and keeps a newer one
         verdicts[str(path)] = verdict
         if not arguments.json:
             print_line(*_formatted(path, verdict))
@@ -249,7 +249,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _find(folder: Path) -> list[Path]:
-    """Return the checkpoints of a folder, or raise ValueError where there are none."""
+    """Return the checkpoints of a folder, or raise ValueError if there are none."""
     try:
         names = os.listdir(folder)
     except OSError as error:
@@ -261,9 +261,9 @@ def _find(folder: Path) -> list[Path]:
 
 
 def _verdict(file: Path, is_in_folder: bool) -> dict[str, Any] | None:
-    """Return what is known of a checkpoint, ``None`` for another file of a folder.
+    """Return facts about a checkpoint, or ``None`` for a different kind of file in a folder.
 
-    `CheckpointError` if the file cannot be used as one, damaged or not.
+    Raises `CheckpointError` if the file cannot be used as a checkpoint, damaged or not.
     """
     if is_in_folder and _is_data_file(str(file)):
         return None
@@ -277,7 +277,7 @@ def _verdict(file: Path, is_in_folder: bool) -> dict[str, Any] | None:
                 "size_bytes": sum(info.size_bytes for info in reader.variables.values()),
             }
     except CheckpointCorruptError as error:
-        # In a folder its name says that it was a checkpoint.
+        # In a folder, the name shows that it was a checkpoint.
         if not is_in_folder and not hdf5.has_signature(file):
             raise CheckpointError(str(error)) from None
         return {"sound": False, "error": str(error)}

@@ -1,4 +1,4 @@
-"""Inspection of data files: their contents, and advice on a better layout."""
+"""Inspects data files: shows their contents, and advises on a better layout."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _COLUMNS = ("data set", "shape", "dtype", "layout", "chunk", "filters", "size", 
 _WITH_LEVEL = {"gzip", "zstd"}
 
 _HDF5_ERRORS = (OSError, RuntimeError, KeyError, ValueError, TypeError)
-"""The errors that h5py raises if an object is damaged."""
+"""Errors that h5py raises if an object is damaged."""
 
 
 def inspect_data(arguments: argparse.Namespace) -> int:
@@ -131,7 +131,7 @@ def _format_filter(number: int, values: tuple[int, ...]) -> str:
 
 
 def _unreadable(dataset: Any) -> str:
-    """Return why the data set cannot be read here, or an empty text."""
+    """Return why the dataset cannot be read here, or an empty string."""
     for name in missing_filters(dataset):
         return f"{name} is not installed. {install_filter(name)}".rstrip(".")
     try:
@@ -180,31 +180,31 @@ def _row(name: str, dataset: dict[str, Any]) -> list[object]:
 
 
 _Described = Mapping[str, Mapping[str, Any]]
-"""Data sets by path, as `_describe` returns them."""
+"""Datasets by path, as `_describe` returns them."""
 
 _CHUNK_BYTES = 256 * 2**10
-"""Small enough that a window of chunks mixes well, large enough that a disk is kept busy."""
+"""Size that is small enough to mix well in a window, and large enough to keep a disk busy."""
 
 _MIN_CHUNK_BYTES = 16 * 2**10
-"""Smaller chunks cost more to find than to decode."""
+"""Finding smaller chunks takes longer than decoding them."""
 
 _MAX_CHUNK_BYTES = 2**32
-"""HDF5 allows only smaller ones."""
+"""HDF5 allows only smaller chunks."""
 
 _MANY_CHUNKS = 1000
 _TYPICAL_BATCH = 256
 _FEW_PARTITIONS = 4
-"""Fewer keep small jobs from sharing the work."""
+"""With fewer partitions, even small jobs cannot share the work."""
 
 _MIN_MIXED = 16
-"""Fewer chunks in a window leave neighbours together."""
+"""With fewer chunks in a window, neighbours stay together."""
 
 _MAX_NAMES = 4
-"""How many names one line shows."""
+"""Most names that one line shows."""
 
 _OF_HDF5 = {"gzip", "shuffle", "fletcher32", "nbit", "scaleoffset"}
 _OF_PLUGINS = {"bitshuffle", "blosc", "blosc2", "bzip2", "lz4", "zfp", "zstd"}
-"""Filters that h5repack supports where it finds hdf5plugin. It never supports h5py's lzf."""
+"""Filters that h5repack supports if it finds hdf5plugin. It never supports h5py's lzf."""
 
 
 def advice(path: str, datasets: _Described) -> tuple[list[str], str | None]:
@@ -257,7 +257,7 @@ def _is_slow(field: Mapping[str, Any]) -> bool:
 
 
 def _read_together(fields: _Described) -> Iterable[_Described]:
-    """Return the fields that may be read together: those of one group with the same length."""
+    """Return sets of fields that may be read together: same group and same length."""
     found: dict[tuple[str, int], dict[str, Mapping[str, Any]]] = {}
     for name, field in fields.items():
         if field["row_bytes"]:
@@ -266,7 +266,7 @@ def _read_together(fields: _Described) -> Iterable[_Described]:
 
 
 def _chunk_advice(fields: _Described) -> Iterator[str]:
-    """Yield the problems that `_better_chunks` solves: after it none is left."""
+    """Yield the problems that `_better_chunks` solves. With its chunks, none is left."""
     for name, field in fields.items():
         pieces = math.prod(map(sharding.ceil_div, field["shape"][1:], (field["chunks"] or ())[1:]))
         if pieces > 1 and field["row_bytes"] < _MAX_CHUNK_BYTES:
@@ -337,13 +337,13 @@ def _num_partitions(fields: _Described) -> int:
 
 
 def _better_chunks(fields: _Described) -> dict[str, list[int]]:
-    """Return better chunks for the fields that need them: whole rows, with aligned boundaries."""
+    """Return better chunks for fields that need them, with whole rows and aligned boundaries."""
     widest = fields[_widest_field(fields)]["row_bytes"]
     rows = min(_CHUNK_BYTES // widest, WINDOW_BYTES // (_MIN_MIXED * _row_bytes(fields)))
     chunks = {}
     for name, field in fields.items():
         num_rows, *row_shape = field["shape"]
-        # A power of two, so that chunks of narrow fields end where chunks of wide ones do.
+        # The factor is a power of two, so that chunks of narrow and wide fields end at equal rows.
         tiny = sharding.ceil_div(_MIN_CHUNK_BYTES, max(rows, 1) * field["row_bytes"])
         chunk = [min(max(rows, 1) << (tiny - 1).bit_length(), num_rows), *row_shape]
         if field["chunks"] not in (None, chunk) and field["row_bytes"] < _MAX_CHUNK_BYTES:
@@ -352,18 +352,18 @@ def _better_chunks(fields: _Described) -> dict[str, list[int]]:
 
 
 def _can_be_repacked(name: str, dataset: Mapping[str, Any]) -> bool:
-    """Return whether h5repack copies the data set: it leaves out what it cannot decode."""
+    """Return whether h5repack copies the dataset. It leaves out datasets that it cannot decode."""
     if dataset["unreadable"] or dataset["layout"] == "virtual":  # h5repack 1.10 crashes
         return False
     filters = {each.split()[0] for each in dataset["filters"]}
-    # In its arguments a comma ends a name, and a name has at most 256 bytes.
+    # In its arguments a comma ends a name, and a name must be shorter than 256 bytes.
     can_be_named = name.isprintable() and "," not in name and len(name.encode()) < 256
     return can_be_named and filters <= _OF_HDF5 | _OF_PLUGINS
 
 
 def _command(path: str, datasets: _Described, options: list[str]) -> str:
     used = {each.split()[0] for dataset in datasets.values() for each in dataset["filters"]}
-    # Empty where HDF5_PLUGIN_PATH is set already: hdf5plugin then registers no libraries.
+    # This is empty if HDF5_PLUGIN_PATH is already set, because hdf5plugin then registers nothing.
     folders = {os.path.dirname(library) for library in hdf5.plugin_libraries().values()}
     needs_path = bool(folders and used & _OF_PLUGINS)
     variables = [f"HDF5_PLUGIN_PATH={shlex.quote(':'.join(folders))}"] if needs_path else []
@@ -383,12 +383,12 @@ def _objects_of(file: Any) -> tuple[dict[str, Any], dict[str, str]]:
     Each dataset is under its first name, and a link is the text of its target, not followed.
     """
     h5py = hdf5.h5py()
-    # The root is among them: a hard link may lead back to it.
+    # Include the root, because a hard link may lead back to it.
     seen = {_address(file.id): "/"}
     found: dict[str, Any] = {}
     damaged: dict[str, str] = {}
-    # Depth first, by name, as HDF5's tools do: h5repack names an object by the name it meets first.
-    # Not by H5Lvisit, which ends at the first object that it cannot open.
+    # Walk depth first and by name, like HDF5's tools, because h5repack uses the first name of an
+    # object. Do not use H5Lvisit, which stops at the first object that it cannot open.
     waiting = [(b"", file.id)]
     while waiting:
         prefix, group = waiting.pop()
@@ -403,7 +403,7 @@ def _objects_of(file: Any) -> tuple[dict[str, Any], dict[str, str]]:
                     found[_text(prefix)] = entry
                 continue
             group, prefix = entry, prefix + b"/"
-        names: list[bytes] = []  # which need not be UTF-8
+        names: list[bytes] = []  # names need not be UTF-8
         try:
             group.links.iterate(names.append)
         except _HDF5_ERRORS as reason:
@@ -413,7 +413,7 @@ def _objects_of(file: Any) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _entry(group: Any, name: bytes, seen: dict[int, str], path: str) -> Any:
-    """Return the group, the dataset or the text of a link under a name, ``None`` for a type."""
+    """Return the group, dataset or text of a link with this name, or ``None`` for a type."""
     h5py, links = hdf5.h5py(), group.links
     kind = links.get_info(name).type
     if kind == h5py.h5l.TYPE_SOFT:

@@ -1,4 +1,4 @@
-"""Differences of two checkpoints: the command ``mpistrat diff``."""
+"""Command ``mpistrat diff``: differences between two checkpoints."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from mpistrat.cli.statistics import numbers_of, tell_apart
 from mpistrat.errors import CheckpointError
 
 _SHORT = 200
-"""Characters that are shown as they are."""
+"""JSON of up to this many characters is shown in full."""
 _FEW = 3
-"""Items of a long dict or list that are shown each, in place of the first and the last."""
+"""Up to this many items of a long dict or list are all shown. Otherwise only the first and last."""
 
 _NOUNS = {dict: "dicts", list: "lists", str: "texts", bool: "booleans"} | dict.fromkeys(
     (int, float), "numbers"
@@ -37,7 +37,7 @@ _NOUNS = {dict: "dicts", list: "lists", str: "texts", bool: "booleans"} | dict.f
 
 
 def in_short(value: Any) -> str:
-    """Return a JSON value as text; of long lists, dicts and texts the size, the first and last."""
+    """Return a JSON value as text. Long lists, dicts and strings show size, first and last."""
     whole = json.dumps(value)
     if len(whole) <= _SHORT:
         return whole
@@ -73,7 +73,7 @@ _MISSING = object()
 
 
 def differing_paths(path: str, a: Any, b: Any) -> Iterator[tuple[str, str]]:
-    """Yield each path inside of two JSON values at which they differ, such as ``rows[3]/loss``."""
+    """Yield each path at which two JSON values differ, such as ``rows[3]/loss``."""
     if a is _MISSING or b is _MISSING:
         yield path, f"only in {'b' if a is _MISSING else 'a'}"
     elif isinstance(a, dict) and isinstance(b, dict):
@@ -82,7 +82,7 @@ def differing_paths(path: str, a: Any, b: Any) -> Iterator[tuple[str, str]]:
     elif isinstance(a, list) and isinstance(b, list):
         for number, (of_a, of_b) in enumerate(zip_longest(a, b, fillvalue=_MISSING)):
             yield from differing_paths(f"{path}[{number}]", of_a, of_b)
-    elif a != b and (a == a or b == b):  # NaN is NaN here
+    elif a != b and (a == a or b == b):  # NaN equals NaN here
         yield path, f"{in_short(a)} in a, {in_short(b)} in b"
 
 
@@ -128,7 +128,7 @@ def _variables(a: CheckpointReader, b: CheckpointReader) -> Iterator[tuple[str, 
 def _modes(a: CheckpointReader, b: CheckpointReader, name: str) -> Iterator[str]:
     for key in ("synchronization", "aggregation", "trainable"):
         of_a, of_b = getattr(a.variables[name], key), getattr(b.variables[name], key)
-        # A plain variable is AUTO, and so were mirrored ones in older files.
+        # A plain variable is AUTO. In older files mirrored variables were AUTO too.
         if of_a != of_b and {of_a, of_b} != {"AUTO", "ON_WRITE"}:
             yield f"{key} {of_a} in a, {of_b} in b"
 
@@ -139,7 +139,7 @@ def _values(a: CheckpointReader, b: CheckpointReader, name: str) -> Iterator[str
     if in_a != in_b:
         yield f"{in_a} in a, {in_b} in b"
         return
-    # The values are read even where the digests are equal: reading notices damage.
+    # Read the values even if the digests are equal, because reading detects damage.
     yield from _differences(numbers_of(a, name), numbers_of(b, name), math.prod(of_a.shape))
 
 
@@ -155,7 +155,7 @@ def _differences(
 
 
 def _components(a: CheckpointReader, b: CheckpointReader) -> Iterator[tuple[str, str]]:
-    """Yield each SyncOnRead variable whose components are not the same in both files."""
+    """Yield each SyncOnRead variable whose components differ between the files."""
     for name in sorted({*a.replicas, *b.replicas}):
         path = f"{REPLICAS}/{name}"
         if name not in a.replicas or name not in b.replicas:
@@ -171,11 +171,11 @@ def _components(a: CheckpointReader, b: CheckpointReader) -> Iterator[tuple[str,
 
 
 _MAX_PATHS = 20
-"""Paths inside of one state that are named."""
+"""Most differing paths that are shown for one state."""
 
 
 def _state(a: CheckpointReader, b: CheckpointReader, in_full: bool) -> Iterator[tuple[str, str]]:
-    """Yield each state that differs, and below it where."""
+    """Yield each state that differs, followed by the paths in it that differ."""
     for name in sorted({*a.state_paths, *b.state_paths}):
         if name not in a.state_paths or name not in b.state_paths:
             yield name, _only_in(name in a.state_paths)

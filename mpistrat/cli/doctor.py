@@ -24,7 +24,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
     report = examine(arguments.folder)
     if report is None:
-        # Another task reports the same; a launcher could end it if this task failed first.
+        # A different task reports the same. If this task failed first, a launcher might end it.
         return 0
     code = 0 if report.is_healthy else 1
     if report.rank != 0:

@@ -25,7 +25,7 @@ _COUNTERS = ("runs", "merge_calls", "updates", "failures")
 _CAME = (State.AGREED, State.DONE)
 
 _Act = tuple[tuple[int, ...], dict[str, str]]
-"""Ranks, and the columns of their last act."""
+"""Ranks, and the columns of their last action."""
 
 
 @dataclass(frozen=True)
@@ -33,38 +33,38 @@ class _Group:
     """Ranks that did the same at one collective."""
 
     ranks: tuple[int, ...]
-    """Ranks of the world."""
+    """World ranks."""
     what: str
-    """The collective, or why none is known."""
+    """The collective, or why it is unknown."""
     site: str
-    """``file.py:LINE`` of the user's code."""
+    """``file.py:LINE`` in the user's code."""
     state: str
     counters: Mapping[str, int]
-    """Calls begun before the collective, by kind."""
+    """Number of calls before the collective, by kind."""
 
 
 @dataclass(frozen=True)
 class _Divergence:
-    """The first collective of a communicator at which its ranks differ."""
+    """First collective of a communicator at which its ranks differ."""
 
     members: tuple[int, ...]
     """All ranks of the communicator."""
     number: int
     groups: tuple[_Group, ...]
-    """The largest first."""
+    """Groups of ranks, the largest first."""
     began_ns: int
-    """When the first rank reached it, by the wall clock of its node."""
+    """Time when the first rank reached it, by the wall clock of its node."""
 
     @property
     def suspects(self) -> tuple[int, ...]:
-        """The ranks outside of the largest group; all of them where no group is larger."""
+        """Ranks outside of the largest group; all ranks if several groups are the largest."""
         sizes = [len(group.ranks) for group in self.groups]
         groups = self.groups if sizes.count(sizes[0]) > 1 else self.groups[1:]
         return tuple(sorted(rank for group in groups for rank in group.ranks))
 
 
 def _first_divergences(dumps: Mapping[int, dict[str, Any]]) -> list[_Divergence]:
-    """Return where the ranks of each communicator diverge, the earliest first."""
+    """Return the divergence of each communicator whose ranks diverge, the earliest first."""
     found = []
     for (members, _), of_ranks in _channels(dumps).items():
         divergence = _first(dumps, members, of_ranks)
@@ -74,7 +74,7 @@ def _first_divergences(dumps: Mapping[int, dict[str, Any]]) -> list[_Divergence]
 
 
 def _last_acts(dumps: Mapping[int, dict[str, Any]]) -> list[_Act]:
-    """Return the last act of each rank and why it dumped, with equal ranks grouped."""
+    """Return the last action of each rank and why it dumped, grouped by equal actions."""
     acts: list[tuple[int, tuple[tuple[str, str], ...]]] = []
     for rank, dump in sorted(dumps.items()):
         entries = [each for channel in dump["channels"] for each in channel["entries"]]
@@ -93,7 +93,7 @@ def _last_acts(dumps: Mapping[int, dict[str, Any]]) -> list[_Act]:
 def _channels(
     dumps: Mapping[int, dict[str, Any]],
 ) -> dict[tuple[tuple[int, ...], int], dict[int, dict[str, Any]]]:
-    """Return each rank's channels by members, and a count among those with equal members."""
+    """Return each rank's channels, by members and a count of channels with the same members."""
     found: dict[tuple[tuple[int, ...], int], dict[int, dict[str, Any]]] = {}
     for rank, dump in sorted(dumps.items()):
         seen: dict[tuple[int, ...], int] = {}
@@ -115,7 +115,7 @@ def _first(
         rank: {each["number"]: each for each in channel["entries"]}
         for rank, channel in of_ranks.items()
     }
-    # Records are rings: from here on every rank still has its entries.
+    # Records are ring buffers. From this number on, every rank still has its entries.
     first = max((min(each) for each in entries.values() if each), default=0)
     for number in sorted(set().union(*entries.values())):
         here = {rank: each[number] for rank, each in entries.items() if number in each}
@@ -134,7 +134,7 @@ def _groups(here: Mapping[int, dict[str, Any]]) -> Iterator[_Group]:
     """Yield the groups of ranks that reached the same collective."""
     keys: list[tuple[int, tuple[Any, ...]]] = []
     for rank, entry in here.items():
-        # First what the ranks must agree on, then what else the table shows.
+        # First the values on which the ranks must agree, then the rest of the table.
         refused = entry["state"] == State.REFUSED and "ends" not in entry["details"]
         details = () if refused else tuple(entry["details"])
         key = (entry["kind"], entry["name"], entry["strategy"], details, refused)
@@ -155,7 +155,7 @@ def _absent(
     dumps: Mapping[int, dict[str, Any]],
     of_ranks: Mapping[int, dict[str, Any]],
 ) -> Iterator[_Group]:
-    """Yield the groups of ranks that did not reach the collective."""
+    """Yield groups of ranks that did not reach the collective."""
     found: list[tuple[int, tuple[Any, ...]]] = []
     for rank in absent:
         channel = of_ranks.get(rank)
@@ -183,7 +183,7 @@ def _user_place(dump: dict[str, Any]) -> str:
 
 
 def _failed_to_agree(entries: Iterable[dict[str, Any]]) -> bool:
-    """Return whether all ranks failed before they agreed, though they look alike."""
+    """Return whether all ranks failed before they agreed, although their entries are equal."""
     return all(each["state"] == State.FAILED and not each["agreed_ns"] for each in entries)
 
 
@@ -229,7 +229,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _read_all(paths: list[Path]) -> dict[int, dict[str, Any]]:
-    """Return the records by rank, or raise ValueError where they are not those of one job."""
+    """Return the records by rank, or raise ValueError if they are not from a single job."""
     files: list[Path] = []
     for path in paths:
         found = sorted(path.glob("[!.]*.json")) if path.is_dir() else [path]

@@ -1,6 +1,6 @@
 """Output of the commands: tables for people, JSON for programs, errors on stderr.
 
-A terminal gets colours, trees and rules; a pipe or a file plain text, neither cut nor folded.
+A terminal gets colours, trees and rules. A pipe or a file gets plain text, neither cut nor folded.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ GROUPS = ("run programs", "look at files", "find faults", "measure", "other")
 
 @dataclass(frozen=True)
 class Command:
-    """One command; `mpistrat.cli` lists them all."""
+    """One command. `mpistrat.cli` lists them all."""
 
     name: str
-    """As typed after ``mpistrat``."""
+    """Name to type after ``mpistrat``."""
     help: str
     """One line for ``mpistrat --help``."""
     add_arguments: Callable[[argparse.ArgumentParser], object]
@@ -43,7 +43,7 @@ class Command:
     group: str = "other"
     """One of `GROUPS`."""
     about: str = ""
-    """What one would use it for, and an example, for ``mpistrat COMMAND --help``."""
+    """Purpose of the command, and an example, for ``mpistrat COMMAND --help``."""
 
 
 _Tree = dict[str, "_Tree"]
@@ -76,37 +76,37 @@ def _has_boxes() -> bool:
 
 
 _GAP = 3
-"""Blanks between two columns."""
+"""Spaces between two columns."""
 _NARROWEST = 16
-"""The least width of a folded column."""
+"""Least width of a folded column."""
 _STYLES = dict.fromkeys(("ok", "sound", "equal", "done"), "green")
 _STYLES |= dict.fromkeys(("warning", "absent", "no dump"), "yellow")
 _STYLES |= dict.fromkeys(("PROBLEM", "NOT SOUND", "failed", "refused"), "bold red")
-"""Colours of cells and parts of lines that are such a word."""
+"""Colours of cells, and of parts of lines, that consist of such a word."""
 _NUMBER = re.compile(r"-|-?(\d[\d,.]*(e[+-]?\d+)?|inf|nan)( ?(%|x|[num]?s|[KMGT]?i?B(/s)?))?")
 _PLAIN_RULE = box.Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
 
 
 def is_terminal() -> bool:
-    """Return whether people, rather than programs, read what is printed."""
+    """Return whether people, rather than programs, read the output."""
     return _is_terminal(sys.stdout)
 
 
 def _is_terminal(stream: TextIO) -> bool:
     if environment().get("TERM") in ("dumb", "unknown"):
         return False
-    # The terminals that launchers make for their tasks have no width, and may end in a file.
+    # Launchers create terminals without a width for their tasks, whose output may go to a file.
     return stream.isatty() and shutil.get_terminal_size((0, 0)).columns > 0
 
 
 def _console(stream: TextIO) -> Console:
-    """Return a console that takes every text as it is, and has colours on terminals alone."""
+    """Return a console that prints text unchanged, with colours only on terminals."""
     is_seen = _is_terminal(stream)
     return Console(file=stream, force_terminal=is_seen, markup=False, highlight=False, emoji=False)
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print a table: one line for each row, folded where the terminal is too narrow."""
+    """Print a table with one line per row. If the terminal is too narrow, lines are folded."""
     cells = [[_printable(on_one_line(cell), sys.stdout) for cell in row] for row in rows]
     widths = [max(map(cell_len, column)) for column in zip(columns, *cells, strict=True)]
     # The first column stays on the left, where grep looks for it.
@@ -123,7 +123,8 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Non
     if sum(widths) + gaps > console.width:  # titles fold between words
         words = [max(title.split() or [""], key=cell_len) for title in columns]
         widths = [max(map(cell_len, column)) for column in zip(words, *cells, strict=True)]
-    # Then wide columns fold, the first one last. If that is not enough, rows become paragraphs.
+    # Then fold wide columns, and the first column last. If that is not enough, print each row as a
+    # paragraph.
     for first_folded in (1, 0):
         is_folded = [i >= first_folded and width > _NARROWEST for i, width in enumerate(widths)]
         least = [_NARROWEST if f else w for w, f in zip(widths, is_folded, strict=True)]
@@ -161,16 +162,16 @@ def _padded(row: Sequence[str], widths: Sequence[int], are_numbers: Sequence[boo
 
 
 def on_one_line(text: object) -> str:
-    """Return what came from a file or a user with its line ends as escapes."""
+    """Return a text from a file or a user with line ends as escapes."""
     return str(text).replace("\n", "\\n")
 
 
 Part = str | tuple[str, str]
-"""Part of a line: text, with a style of rich or without."""
+"""Part of a line: text, or text with a style of rich."""
 
 
 def print_line(*parts: Part) -> None:
-    """Print one line, given in parts; a part that is the word of a status has its colour."""
+    """Print one line from parts. A part that is a status word gets its colour."""
     _print(parts, sys.stdout)
 
 
@@ -185,7 +186,7 @@ def print_error(command: str, text: object) -> None:
 
 
 def print_note(command: str, text: object) -> None:
-    """Print on stderr what is no error."""
+    """Print a message on stderr that is not an error."""
     _print([(f"mpistrat {command}:", "bold"), f" {text}"], sys.stderr)
 
 
@@ -193,7 +194,7 @@ def _print(parts: Iterable[Part], stream: TextIO) -> None:
     pairs = [(each, _STYLES.get(each, "")) if isinstance(each, str) else each for each in parts]
     pairs = [(_printable(text, stream), style) for text, style in pairs]
     if _is_terminal(stream):
-        # Lines are left to the terminal to fold, so that they can be copied.
+        # Let the terminal fold lines, so that they can be copied.
         _console(stream).print(Text.assemble(*pairs), soft_wrap=True)
     else:
         print("".join(text for text, _ in pairs), file=stream)
@@ -215,8 +216,8 @@ def _strict(value: Any) -> Any:
 
 
 def _printable(text: str, stream: TextIO) -> str:
-    """Return `text` with control characters, and those unknown to `stream`, as escapes."""
-    # Names come from files, and a hostile one could hold escape sequences of the terminal.
+    """Return `text` with escapes for characters that `stream` must not or cannot show."""
+    # Names come from files. A malicious one could contain escape sequences for the terminal.
     if text.isascii() and text.isprintable():
         return text
     safe = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
@@ -225,7 +226,7 @@ def _printable(text: str, stream: TextIO) -> str:
 
 
 def check_can_draw() -> None:
-    """Raise ValueError where matplotlib is not installed."""
+    """Raise ValueError if matplotlib is not installed."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:
@@ -236,7 +237,7 @@ def check_can_draw() -> None:
 
 
 def check_can_write(path: Path) -> None:
-    """Raise ValueError where `path` cannot be a new file, before any work is done for it."""
+    """Raise ValueError if `path` cannot be created. Call it before doing the work."""
     if path.is_dir() or not path.parent.is_dir():
         raise ValueError(
             f"{path} cannot be written: its folder must exist, and it must not be a folder."

@@ -1,4 +1,4 @@
-"""Times of ranks: the seconds of each by category, and the rank that the others wait for."""
+"""Times of ranks: seconds per rank and category, and the rank for which the others wait."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CATEGORIES = {
     "wait": "waiting for ranks",
     "move": "moving data",
 }
-"""Names of the categories. Time within several belongs to the first; the rest is computing."""
+"""Names of the categories. Time in several counts for the first one; the rest is computing."""
 
 COMPUTING = "computing"
 
@@ -22,17 +22,17 @@ _US_PER_S = 1e6
 
 @dataclass
 class RankTimes:
-    """The seconds of one rank."""
+    """Times of one rank in seconds."""
 
     rank: int
     total_s: float = 0.0
-    """From its first span to the end of its last."""
+    """Time from its first span to the end of its last one."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """By the names of `CATEGORIES`, and for computing."""
+    """Time per name in `CATEGORIES`, and for computing."""
     others_waited_s: float = 0.0
-    """Time that the other ranks waited because this one came last, summed over them."""
+    """Time for which the other ranks waited because this rank was last, summed over them."""
     times_last: int = 0
-    """Number of collectives in which it came last."""
+    """Number of collectives that it reached last."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class Straggler:
     rank: int
     others_waited_s: float
     cause: str
-    """The category on which it spent most more than the others."""
+    """Category in which it exceeds the others most."""
     longer_s: float
-    """How much longer than the median of the others."""
+    """Time in that category beyond the median of the others."""
 
 
 def spans_by_rank(events: Iterable[Mapping[str, Any]]) -> dict[int, list[Mapping[str, Any]]]:
@@ -62,7 +62,7 @@ def summarize(events: Iterable[Mapping[str, Any]]) -> list[RankTimes]:
     times = {rank: _times(rank, spans) for rank, spans in of_ranks.items()}
     for waits in _waits(of_ranks).values():
         if len(waits) > 1:
-            # Whoever comes last waits least.
+            # The rank that arrives last waits least.
             last = min(waits, key=waits.__getitem__)
             times[last].times_last += 1
             lost_us = sum(waits.values()) - len(waits) * waits[last]
@@ -71,7 +71,7 @@ def summarize(events: Iterable[Mapping[str, Any]]) -> list[RankTimes]:
 
 
 def find_straggler(times: Sequence[RankTimes]) -> Straggler | None:
-    """Return the rank for which the others waited most, ``None`` if they did not wait."""
+    """Return the rank for which the others waited most, or ``None`` if they did not wait."""
     slowest = max(times, key=lambda each: each.others_waited_s, default=None)
     if slowest is None or slowest.others_waited_s <= 0:
         return None
@@ -85,7 +85,7 @@ def find_straggler(times: Sequence[RankTimes]) -> Straggler | None:
 
 
 def _times(rank: int, spans: Sequence[Mapping[str, Any]]) -> RankTimes:
-    """Return the times of one rank, each moment counted once."""
+    """Return the times of one rank. Each moment counts once."""
     seconds = dict.fromkeys((*CATEGORIES.values(), COMPUTING), 0.0)
     total_us = 0.0
     for began_us, ended_us, name in segments(spans):
@@ -95,7 +95,7 @@ def _times(rank: int, spans: Sequence[Mapping[str, Any]]) -> RankTimes:
 
 
 def segments(spans: Sequence[Mapping[str, Any]]) -> Iterator[tuple[float, float, str]]:
-    """Yield begin, end and category of what one rank did, without gaps, in microseconds."""
+    """Yield begin and end in microseconds, and category, of one rank's activities, without gaps."""
     order = list(CATEGORIES)
     steps: list[tuple[float, int, int]] = []
     for span in spans:
@@ -107,8 +107,8 @@ def segments(spans: Sequence[Mapping[str, Any]]) -> Iterator[tuple[float, float,
     open_spans = [0] * len(order)
     for time_us, depth, change in [*sorted(steps), (ended_us, 0, 0)]:
         if time_us > began_us:
-            # Spans lie within each other. Each moment counts for one category only, the first in
-            # the order of `CATEGORIES`.
+            # Spans are nested. Each moment counts for only one category, the first in the order of
+            # `CATEGORIES`.
             outermost = next((i for i, count in enumerate(open_spans) if count), None)
             name = COMPUTING if outermost is None else CATEGORIES[order[outermost]]
             yield began_us, time_us, name
@@ -123,7 +123,7 @@ def _waits(
     found: dict[tuple[str, int], dict[int, float]] = {}
     within: set[tuple[str, int]] = set()
     for rank, spans in of_ranks.items():
-        # By start; a span that contains others comes before them.
+        # Sort by start time; a span that contains others comes before them.
         saving_until = float("-inf")
         for span in sorted(spans, key=lambda each: (each["ts"], -each["dur"])):
             if span["cat"] == "checkpoint":

@@ -1,4 +1,4 @@
-"""Command ``mpistrat run``: start a program on several ranks, and again after a crash."""
+"""Command ``mpistrat run``: start a program on several ranks, and restart it after a crash."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from mpistrat.system.processes import descendants, prctl, send_signal
 
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _USAGE = 2
-"""What argparse exits with. Python does too where it cannot open the program."""
+"""Exit code of argparse, and of Python if it cannot open the program."""
 
 _PREEMPTED = 75
-"""`PreemptionCheckpointHandler.EXIT_CODE`: the job has saved because it was asked to end."""
+"""`PreemptionCheckpointHandler.EXIT_CODE`: the job was asked to end and has saved."""
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -98,15 +98,15 @@ def _not_negative(text: str) -> int:
 
 @dataclass(frozen=True)
 class _Job:
-    """What is run."""
+    """Job to run."""
 
     command: list[str]
     variables: dict[str, str]
-    """Set on top of the environment."""
+    """Variables to set in addition to the environment."""
     family: str = ""
-    """Of the MPI library whose mpiexec is used."""
+    """Family of the MPI library whose mpiexec is used."""
     rank: tuple[str, ...] = ()
-    """The command of each rank that mpiexec starts."""
+    """Command of each rank that mpiexec starts."""
 
     def __str__(self) -> str:
         settings = [f"{name}={shlex.quote(value)}" for name, value in self.variables.items()]
@@ -143,7 +143,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _warn_of_late_options(arguments: argparse.Namespace) -> None:
-    """Warn of the option -n behind the program, which only the program sees."""
+    """Warn if the option -n comes after the program, because then only the program gets it."""
     if arguments.ranks is not None:
         return
     given = arguments.arguments
@@ -177,22 +177,22 @@ def _plan(arguments: argparse.Namespace) -> _Job:
         raise LaunchError(f"There is no program {arguments.program!r}.")
     flag = ["-m"] if arguments.is_module else []
     program = [sys.executable, *flag, arguments.program, *arguments.arguments]
-    # srun would end all ranks of the step with one.
+    # If one rank dies, srun would end all ranks of the step.
     may_srun = not arguments.mpiexec and not arguments.fault_tolerant
     is_allocated = "SLURM_JOB_ID" in variables
     if is_allocated and may_srun and shutil.which("srun"):
         return _plan_with_srun(arguments, program)
     tasks = _number(variables.get("SLURM_NTASKS")) if is_allocated else None
     ranks = arguments.ranks or tasks or _num_gpus() or 1
-    if not (is_allocated and arguments.fault_tolerant):  # Open MPI counts those of all nodes
+    if not (is_allocated and arguments.fault_tolerant):  # Open MPI counts the cores of all nodes
         _check_cores(ranks, arguments.oversubscribe)
     threads = arguments.threads or max(num_cores() // ranks, 1)
-    if ranks == 1 and not arguments.mpiexec and not arguments.mpi_args:  # needs no launcher
+    if ranks == 1 and not arguments.mpiexec and not arguments.mpi_args:  # no launcher is needed
         return _Job(program, _changes(arguments, threads, ""))
     mpiexec = _find_mpiexec(arguments.mpiexec)
     _check_user(mpiexec, arguments.mpi_args)
     changes = _changes(arguments, threads, mpiexec.family)
-    # Open MPI binds each of two ranks to one core, on which all its threads would run.
+    # Open MPI binds each of two ranks to one core, and all threads of the rank would run on it.
     start = mpiexec.command(ranks, arguments.oversubscribe, is_bound=threads == 1)
     if arguments.fault_tolerant:
         start[1:1] = _tolerance_of(mpiexec)
@@ -201,7 +201,7 @@ def _plan(arguments: argparse.Namespace) -> _Job:
 
 
 def _tolerance_of(mpiexec: Mpiexec) -> list[str]:
-    """Return the flags with which ranks outlive another one."""
+    """Return the flags with which ranks survive the death of another rank."""
     if mpiexec.family != "Open MPI":
         raise LaunchError(
             f"--fault-tolerant needs Open MPI, and {mpiexec.path} is of {mpiexec.family}. Other "
@@ -246,11 +246,11 @@ _YIELDING = {
     "MPICH": ("MPIR_CVAR_POLLS_BEFORE_YIELD", "1"),
     "Open MPI": ("OMPI_MCA_mpi_yield_when_idle", "1"),
 }
-"""With these, a rank that waits in MPI lets another one run."""
+"""Variables with which a rank that waits in MPI lets other ranks run."""
 
 
 def _changes(arguments: argparse.Namespace, threads: int, family: str) -> dict[str, str]:
-    """Return the variables that the ranks get and that the user has not set."""
+    """Return variables for the ranks that the user has not set."""
     variables = environment()
     of_threads = str(arguments.threads or variables.get("OMP_NUM_THREADS", threads))
     wanted = {} if arguments.threads else dict(variables)
@@ -260,7 +260,7 @@ def _changes(arguments: argparse.Namespace, threads: int, family: str) -> dict[s
         name, value = _YIELDING.get(family, ("", ""))
         if name and name not in variables:
             changes[name] = value
-    # The pipes of launchers hide the terminal from the ranks.
+    # Launchers use pipes, so the ranks cannot see the terminal.
     is_seen = sys.stdout.isatty() and sys.stderr.isatty()
     if is_seen and not {"NO_COLOR", "FORCE_COLOR"} & set(variables):
         changes["FORCE_COLOR"] = "1"
@@ -305,26 +305,26 @@ _END_WITH_PARENT, _ADOPT_ORPHANS = 1, 36
 """PR_SET_PDEATHSIG and PR_SET_CHILD_SUBREAPER of Linux."""
 
 _LEAVING_S = 2.0
-"""For ranks to end after their mpiexec."""
+"""Time for ranks to end after their mpiexec."""
 
 _FROM_TERMINAL = 0x80
-"""SI_KERNEL of Linux: all processes in the foreground get the signal."""
+"""SI_KERNEL of Linux: all foreground processes got the signal."""
 
 
 def _wait(job: _Job) -> tuple[int, bool]:
-    """Run the job to its end; return its exit code, and whether a signal asked it to end."""
+    """Run the job to its end. Return its exit code, and whether a signal asked it to end."""
     num_asked = ended_by = 0
-    # Ranks whose mpiexec has died become children of this process, which can then find and end them
+    # If mpiexec dies, its ranks become children of this process, which can then find and end them
     # (prctl(2), PR_SET_CHILD_SUBREAPER).
     prctl(_ADOPT_ORPHANS, 1)
-    # Blocked before the job starts, so that no signal is lost: sigtimedwait takes each of them.
+    # Block signals before the job starts, so that none is lost: sigtimedwait takes each of them.
     with _blocked(*_FORWARDED, signal.SIGCHLD) as mask:
 
         def begin() -> None:
             # If this process is killed, Linux ends mpiexec with it.
             prctl(_END_WITH_PARENT, signal.SIGTERM)
-            # Blocked signals stay blocked in a new program (execve(2)), which could not be ended
-            # then.
+            # Unblock signals, which would stay blocked in the new program (execve(2)). Then it
+            # could not be ended.
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
         process = subprocess.Popen(
@@ -341,7 +341,7 @@ def _wait(job: _Job) -> tuple[int, bool]:
                 num_asked, ended_by = num_asked + 1, sign
             if num_asked > 1:  # the first one did not help
                 send_signal(signal.SIGKILL, descendants(process.pid))
-            # Ctrl-C in a terminal has reached mpiexec as well. A second SIGINT would ask it to kill
+            # Ctrl-C in a terminal has already reached mpiexec. A second SIGINT would make it kill
             # the ranks at once.
             elif sign != signal.SIGINT or came.si_code != _FROM_TERMINAL:
                 # SIGHUP would end an mpiexec, and its ranks would continue.
@@ -349,13 +349,13 @@ def _wait(job: _Job) -> tuple[int, bool]:
                 send_signal(signal.SIGTERM if is_for_mpiexec else sign, [process.pid])
         if process.returncode:
             _end_orphans(job)
-    # An mpiexec that is interrupted while its ranks end may say 0.
+    # If mpiexec is interrupted while its ranks end, it may return 0.
     code = process.returncode or (128 + ended_by if ended_by else 0)
     return (128 - code if code < 0 else code), num_asked > 0
 
 
 def _end_orphans(job: _Job) -> None:
-    """End ranks whose mpiexec was killed: a restart would write the same files."""
+    """End ranks whose mpiexec was killed, because a restart would write the same files."""
     end_s = time.monotonic() + _LEAVING_S
     while job.rank and (orphans := descendants(os.getpid(), job.rank)):
         if time.monotonic() > end_s:
@@ -367,7 +367,7 @@ def _end_orphans(job: _Job) -> None:
 
 @contextlib.contextmanager
 def _blocked(*signals: signal.Signals) -> Iterator[set[int]]:
-    """Block signals, which then wait for `sigtimedwait`; yield the mask before."""
+    """Block signals, so that `sigtimedwait` can take them, and yield the previous mask."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield set(mask)
@@ -378,7 +378,7 @@ def _blocked(*signals: signal.Signals) -> Iterator[set[int]]:
 _CHECKPOINTS = "checkpoint-*.h5"
 _MAX_FOLDERS = 2000
 _MAX_DEPTH = 3
-"""So many folders, and so deep, are searched for the newest checkpoint of a killed job."""
+"""Limits of the search for the newest checkpoint of a killed job."""
 
 _CRASHES = (
     *(signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE),
@@ -391,8 +391,8 @@ _CAUSES = {
 
 
 def _killing_signal(code: int, family: str) -> signal.Signals | None:
-    """Return the signal that ended a rank, by the exit code of a launcher of an MPI `family`."""
-    # MPICH's mpiexec returns the number of the signal, the others and shells add 128.
+    """Return the signal that ended a rank, from the exit code of a launcher of an MPI `family`."""
+    # MPICH's mpiexec returns the number of the signal. Other launchers and shells add 128.
     number = code - 128 if code > 128 else code if family == "MPICH" else 0
     try:
         found = signal.Signals(number)
@@ -431,7 +431,7 @@ def _newest_checkpoint(folders: Iterable[str], began_s: float) -> Path | None:
 
 
 def _folders_below(folders: Iterable[str]) -> Iterator[Path]:
-    """Yield the folders, and those within them, as far as a quick look gets."""
+    """Yield the folders and their subfolders, up to a limit of number and depth."""
     waiting = [(Path(each), 0) for each in dict.fromkeys(folders) if os.path.isdir(each)]
     for _ in range(_MAX_FOLDERS):
         if not waiting:

@@ -1,4 +1,4 @@
-"""Statistics of a checkpoint's variables, their differences, and a plot of their distributions."""
+"""Statistics and differences of a checkpoint's variables, and a plot of their distributions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mpistrat.system.plots import LIGHT, add_heading, new_figure, printable, sav
 
 
 def numbers_of(reader: CheckpointReader, name: str) -> Iterator[np.ndarray]:
-    """Yield what `CheckpointReader.read_pieces` does; small floats stored as bits as float32."""
+    """Yield the pieces of a variable, with small floats that are stored as bits as float32."""
     own = reader.variables[name].dtype_name
     dtype = named_dtype(own) if own in BITS_OF_FLOATS else None
     for piece in reader.read_pieces(name):
@@ -31,7 +31,8 @@ def numbers_of(reader: CheckpointReader, name: str) -> Iterator[np.ndarray]:
 class _Summary:
     """Statistics of the values of a variable."""
 
-    # NaN aside; None where there are no other values, and for complex numbers, which have no order.
+    # NaN is ignored. The values are None if there is nothing but NaN, and for complex numbers,
+    # which have no order.
     min: float | int | None
     max: float | int | None
     mean: float | None
@@ -39,7 +40,7 @@ class _Summary:
 
 
 def summarize(pieces: Iterable[np.ndarray]) -> _Summary:
-    """Return the statistics of one array, given in flat pieces."""
+    """Return the statistics of one array, which is passed in flat pieces."""
     lowest: Any = None
     highest: Any = None
     means: list[tuple[float, int]] = []
@@ -56,7 +57,7 @@ def summarize(pieces: Iterable[np.ndarray]) -> _Summary:
         highest = high if highest is None else max(highest, high)
         means.append((_mean(values), values.size))
     count = sum(size for _, size in means)
-    # Each mean is weighted first: the sum of all values might overflow.
+    # Weight the means of the pieces, because the sum of all values might overflow.
     mean = sum(each * (size / count) for each, size in means) if means else None
     return _Summary(lowest, highest, mean, nan_count)
 
@@ -72,18 +73,18 @@ def _mean(values: np.ndarray) -> float:
 
 @dataclass
 class _Difference:
-    """How much two variables of the same shape and dtype differ."""
+    """Difference of two variables of the same shape and dtype."""
 
     largest: float | int = 0
-    """The largest absolute difference; NaN where only one of two values is NaN."""
+    """Largest absolute difference; NaN if only one of two values is NaN."""
     count: int = 0
-    """The number of elements that differ. NaN equals NaN."""
+    """Number of elements that differ. NaN equals NaN."""
     num_other_bits: int = 0
-    """The number of equal elements whose bits differ: signs of zeros, or kinds of NaN."""
+    """Number of equal elements whose bits differ: signs of zeros, or kinds of NaN."""
 
 
 def tell_apart(a: Iterable[np.ndarray], b: Iterable[np.ndarray]) -> _Difference:
-    """Return the difference of two arrays, given in flat pieces of any sizes."""
+    """Return the difference of two arrays, which are passed in flat pieces of any sizes."""
     found = _Difference()
     for piece_a, piece_b in _aligned(iter(a), iter(b)):
         bytes_a, bytes_b = (x.view(np.uint8).reshape(x.size, -1) for x in (piece_a, piece_b))
@@ -102,7 +103,7 @@ def _aligned(
     a: Iterator[np.ndarray], b: Iterator[np.ndarray]
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield pieces of equal sizes from both arrays."""
-    # Both iterators run to their ends, because there the reader compares the digest.
+    # Both iterators must run to their ends, because the reader compares the digest there.
     left_a = left_b = np.empty(0)
     while True:
         if left_a.size == 0:
@@ -118,7 +119,7 @@ def _aligned(
 
 def _largest_difference(a: np.ndarray, b: np.ndarray) -> tuple[float | int, int]:
     if a.dtype.kind in "biu":
-        # Subtraction modulo 2**64 is exact for every integer dtype, since the result fits.
+        # Subtraction modulo 2**64 is exact for every integer dtype, because the result fits.
         gap = np.maximum(a, b).astype(np.uint64) - np.minimum(a, b).astype(np.uint64)
         return int(gap.max()), int(np.count_nonzero(gap))
     wide = np.result_type(a.dtype, np.float64)
@@ -132,9 +133,9 @@ _NUM_BINS = 240
 _MAX_RIDGES = 240
 _INCHES_PER_RIDGE = 0.2
 _RIDGE_HEIGHT = 1.7
-"""In rows: a ridge overlaps the one above it."""
+"""Height of a ridge in rows. A ridge overlaps the one above it."""
 _LONG = 40
-"""With more ridges, the axis is labelled on top too."""
+"""With more ridges, the axis also has labels at the top."""
 _LONGEST_NAME = 40
 _MONOSPACE = {"fontfamily": "monospace", "fontsize": 7.5}
 _CHARACTER_POINTS = 4.85
@@ -142,27 +143,27 @@ _MAX_TICKS = 11
 _SMALLEST_LINEAR = 1e-300
 _SHORTEST = 1e-6
 _DECADES = 6
-"""Decades of the axis on each side of zero, where the values need so many."""
+"""Most decades of the axis on each side of zero."""
 
 
 @dataclass(frozen=True)
 class SymmetricLog:
-    """A scale that is linear near zero and logarithmic further out, on both sides."""
+    """Scale that is linear near zero and logarithmic further out, on both sides."""
 
     linear: float
-    """Where it changes from the one to the other."""
+    """Magnitude at which it changes from linear to logarithmic."""
 
     def __call__(self, values: Any) -> Any:
-        """Return the places of `values`; zero is at zero."""
+        """Return the positions of `values` on the scale. Zero is at zero."""
         values = np.asarray(values, np.float64)
         return np.sign(values) * np.log10(1 + np.abs(values) / self.linear)
 
     def ticks(self, start: float, stop: float) -> dict[float, str]:
-        """Return the labels of powers of ten between two places, by their places."""
+        """Return the labels of powers of ten between two positions, by position."""
         first = math.ceil(math.log10(self.linear) - 1e-9) + 1
         last = min(math.ceil(math.log10(self.linear) + max(-start, stop)), 308)
         sides = (start < 0) + (stop > 0)
-        # The labels of large exponents are longer.
+        # Labels with large exponents are longer.
         num_ticks = _MAX_TICKS - 1 if max(abs(first), abs(last)) < 10 else _MAX_TICKS // 2
         stride = max(1, math.ceil(sides * (last - first + 1) / num_ticks))
         found = {0.0: "0"} if start <= 0 <= stop else {}
@@ -175,22 +176,22 @@ class SymmetricLog:
 
 @dataclass(frozen=True)
 class _Ridge:
-    """The distribution of one variable."""
+    """Distribution of one variable."""
 
     counts: np.ndarray
-    """Int64, the number of finite values in each bin."""
+    """Number of finite values in each bin, as int64."""
     num_nan: int
     num_infinite: int
 
 
 def finite_limits(pieces: Iterable[np.ndarray]) -> tuple[float, float] | None:
-    """Return the smallest and the largest finite value, or magnitude of complex ones."""
+    """Return the smallest and the largest finite value, or magnitude of complex values."""
     found = summarize(_finite(piece) for piece in pieces)
     return None if found.min is None or found.max is None else (found.min, found.max)
 
 
 def binned(pieces: Iterable[np.ndarray], scale: SymmetricLog, edges: np.ndarray) -> _Ridge:
-    """Return the numbers of values between `edges`, which are places on the scale."""
+    """Return the number of values in each bin between `edges`, which are positions on the scale."""
     counts = np.zeros(edges.size - 1, np.int64)
     num_nan = num_all = 0
     for piece in pieces:
@@ -213,7 +214,7 @@ def _finite(piece: np.ndarray) -> np.ndarray:
 
 
 def choose_scale(ranges: Sequence[tuple[float, float]]) -> tuple[SymmetricLog, float, float]:
-    """Return the scale that shows variables with these _limits, and the places where it ends."""
+    """Return the scale for variables with these value ranges, and the positions of its ends."""
     magnitudes = [max(abs(low), abs(high)) for low, high in ranges]
     largest = float(max(magnitudes, default=1.0)) or 1.0
     smallest = min((float(each) for each in magnitudes if each), default=1.0)
@@ -225,7 +226,7 @@ def choose_scale(ranges: Sequence[tuple[float, float]]) -> tuple[SymmetricLog, f
 
 
 def draw(reader: CheckpointReader, path: Path) -> str:
-    """Draw a ridge for each variable into a PNG; return a note on those left out."""
+    """Draw a ridge for each variable into a PNG, and return a note on variables left out."""
     largest = sorted(reader.variables, key=lambda name: -reader.variables[name].size_bytes)
     names = sorted(largest[:_MAX_RIDGES], key=natural_key)
     pieces = {name: functools.partial(numbers_of, reader, name) for name in names}
@@ -284,7 +285,7 @@ def _draw_ridge(axes: Any, row: int, edges: np.ndarray, ridge: _Ridge, colour: s
         return
     width = edges[1] - edges[0]
     middles = edges[0] + width * np.arange(-1.5, edges.size + 1.5)
-    # A little smoothed: of 240 bins, those of a short variable are mostly empty.
+    # Smooth a little, because a short variable leaves most of the 240 bins empty.
     kernel = np.array([1, 4, 7, 4, 1]) / 17
     padded = np.pad(ridge.counts.astype(np.float64), 4)
     heights = np.convolve(padded, kernel, mode="valid")
@@ -294,7 +295,7 @@ def _draw_ridge(axes: Any, row: int, edges: np.ndarray, ridge: _Ridge, colour: s
 
 
 def _write_notes(axes: Any, row: int, info: Any, ridge: _Ridge) -> None:
-    """Write dtype and shape at the right, and what cannot be drawn."""
+    """Write dtype, shape and the number of values that cannot be drawn at the right."""
     kind = f"|{info.dtype}|" if info.dtype.kind == "c" else str(info.dtype)
     odd = [(ridge.num_nan, "NaN"), (ridge.num_infinite, "infinite")]
     notes = ", ".join(f"{number:,} {what}" for number, what in odd if number)
@@ -305,7 +306,7 @@ def _write_notes(axes: Any, row: int, info: Any, ridge: _Ridge) -> None:
 
 
 def _label(axes: Any, names: Sequence[str]) -> None:
-    """Write the names at the left: that of a layer once, those of its variables in their rows."""
+    """Write the names at the left: a layer's name once, and each variable's name in its row."""
     leaves = [_shortened(name.rpartition("/")[2]) for name in names]
     width = max(map(len, leaves), default=0)
     axes.set_yticks([])

@@ -53,7 +53,7 @@ def _run(arguments: argparse.Namespace) -> int:
     try:
         all_events, facts = _read(arguments.path)
         if arguments.plot is not None:
-            all_events = list(all_events)  # which are read twice
+            all_events = list(all_events)  # they are read twice
         times = summarize(all_events)
     except (ValueError, OSError) as error:
         print_error("timeline", error)

@@ -1,4 +1,4 @@
-"""Plot of a timeline: a strip of time for each group of like ranks, the slowest on top."""
+"""Plot of a timeline: a time strip per group of similar ranks, with the slowest on top."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ CATEGORY_COLOURS = {
     CATEGORIES["checkpoint"]: LIGHT.purple,
     CATEGORIES["wait"]: LIGHT.red,
 }
-"""From the bottom of a strip to its top: what costs other ranks time, stands out."""
+"""Colours from the bottom of a strip to its top. Those that cost other ranks time stand out."""
 
 _MIN_BINS, _MAX_BINS = 80, 1200
-"""Moments in a strip, about one for each pixel."""
+"""Number of time bins in a strip, about one per pixel."""
 _BINS_COMPARED = 10
-"""Coarser moments, in which ranks are compared."""
+"""Number of coarser time bins, in which ranks are compared."""
 _MAX_EXACT = 240
-"""With more changes of what a rank does, a moment shows the shares of several changes."""
+"""With more changes of category, a time bin shows the shares of several changes."""
 _CHANGES_PER_BIN = 12
 _ROWS = 48
-"""Pixels of a strip from bottom to top."""
+"""Height of a strip in pixels."""
 _ALIKE = 0.05
-"""Share of the time in which ranks may do different things, and still share a strip."""
+"""Share of the time in which ranks may differ and still share a strip."""
 _MAX_STRIPS = 16
 _INCHES_PER_STRIP = 0.36
 _LONGEST_LABEL = 26
@@ -46,17 +46,17 @@ _DETAIL = (
 
 @dataclass
 class Strip:
-    """Ranks that spend their time alike."""
+    """Ranks that spend their time in similar ways."""
 
     ranks: list[int]
     shares: np.ndarray
-    """Share of each category in each moment, of shape ``(bins, len(CATEGORY_COLOURS))``."""
+    """Share of each category in each time bin, with shape ``(bins, len(CATEGORY_COLOURS))``."""
     others_waited_s: float
-    """How long the other ranks waited for these, summed over all of them."""
+    """Time for which other ranks waited for these ranks, summed over all of them."""
 
     @property
     def label(self) -> str:
-        """Which ranks these are, in short."""
+        """Short list of the ranks."""
         if len(self.ranks) == 1:
             return f"rank {self.ranks[0]}"
         spans = [str(a) if a == b else f"{a}-{b}" for a, b in rank_spans(self.ranks)]
@@ -70,7 +70,7 @@ class Strip:
 def fold(
     of_ranks: Mapping[int, Sequence[Mapping[str, Any]]], times: Sequence[RankTimes]
 ) -> list[Strip]:
-    """Return one strip for each group of like ranks, those for which others waited most first."""
+    """Return one strip per group of similar ranks. Ranks for which others waited come first."""
     began_us = min(span["ts"] for spans in of_ranks.values() for span in spans)
     ended_us = max(span["ts"] + span["dur"] for spans in of_ranks.values() for span in spans)
     edges = np.linspace(began_us, max(ended_us, began_us + 1), _num_bins(of_ranks) + 1)
@@ -99,7 +99,7 @@ def fold(
 
 
 def _num_bins(of_ranks: Mapping[int, Sequence[Mapping[str, Any]]]) -> int:
-    """Return a multiple of `_BINS_COMPARED`."""
+    """Return the number of time bins, a multiple of `_BINS_COMPARED`."""
     changes = 2 * statistics.median(
         sum(span["cat"] in CATEGORIES for span in spans) for spans in of_ranks.values()
     )
@@ -127,7 +127,7 @@ def _groups(shares: Mapping[int, np.ndarray], tolerance: float) -> list[list[int
     for rank, fine in shares.items():
         own = fine.reshape(_BINS_COMPARED, -1, len(CATEGORY_COLOURS)).mean(axis=1)
         for number, (first, group) in enumerate(found):
-            # The slowest rank keeps its strip, however many others have to share theirs.
+            # The slowest rank keeps its strip, even if many other ranks have to share theirs.
             limit = _ALIKE if number == 0 else tolerance
             if np.abs(own - first).sum(axis=1).mean() / 2 <= limit:
                 group.append(rank)
@@ -138,7 +138,7 @@ def _groups(shares: Mapping[int, np.ndarray], tolerance: float) -> list[list[int
 
 
 def _image(shares: np.ndarray) -> np.ndarray:
-    """Return the strip as RGB pixels: in each moment, the categories above each other."""
+    """Return the strip as RGB pixels. Each time bin has the categories on top of each other."""
     colours = [bytes.fromhex(each[1:]) for each in (*CATEGORY_COLOURS.values(), LIGHT.panel)]
     heights = (np.arange(_ROWS) + 0.5) / _ROWS
     until = np.cumsum(shares, axis=1)
@@ -210,7 +210,7 @@ def _add_legend(figure: Any, strips: Sequence[Strip]) -> None:
 
 
 def _steps(of_ranks: Mapping[int, Sequence[Mapping[str, Any]]]) -> str:
-    """Return how many steps each rank made: of the optimizer, else calls of `Strategy.run`."""
+    """Return how many steps each rank made, as text: optimizer steps, runs or collectives."""
     counts = [Counter(span["cat"] for span in spans) for spans in of_ranks.values()]
     for category, name in (("optimizer", "optimizer steps"), ("run", "runs")):
         number = int(statistics.median(each[category] for each in counts))

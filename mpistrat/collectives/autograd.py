@@ -17,7 +17,7 @@ from mpistrat.pytorch import apply_differentiable, is_loaded, is_tensor
 
 Arrays = list[np.ndarray]
 MoveBack = Callable[[CollectiveCall, Arrays, Arrays, Arrays], Arrays]
-"""Returns the gradients of values, from the values, their results and the gradients of these."""
+"""Returns the gradients of values, from the values, their results and the results' gradients."""
 
 
 def has_tensors(nest: Any) -> bool:
@@ -27,7 +27,7 @@ def has_tensors(nest: Any) -> bool:
 
 @dataclass(frozen=True)
 class _PullBack:
-    """The backward pass of a collective, which is collective too."""
+    """The backward pass of a collective, which is also collective."""
 
     make_call: Callable[[], CollectiveCall]
     move_back: MoveBack
@@ -58,7 +58,8 @@ def apply_to_tensors(
         given = list(leaves)
         for i, array in zip(positions, arrays, strict=True):
             given[i] = array
-        # The results of leaves that are no tensors leave PyTorch's node this way.
+        # The results of leaves that are not tensors are returned by this list, not by PyTorch's
+        # node.
         results[:] = nests.flatten(move(nests.unflatten(structure, given)))[0]
         return [results[i] for i in positions]
 

@@ -18,7 +18,7 @@ from mpistrat.options import ReduceOp
 
 def reduce_over_axes(call: CollectiveCall, op: ReduceOp, nest: Any, axis: Any) -> Any:
     """Reduce each leaf of `nest` over replicas and over its `axis`, to the host. **Collective**."""
-    # Every element of every replica counts alike, so a short part of a batch weighs right.
+    # Every element of every replica has the same weight, so a short part of a batch weighs less.
     leaves, structure = nests.flatten(nest)
     arrays = leaf_arrays(call, leaves, structure)
     axes = tuple(normalize_axes(call.kind, axis, array.shape) for array in arrays)
@@ -38,7 +38,7 @@ def _accumulate(
     axes: tuple[tuple[int, ...], ...],
     structure: str,
 ) -> list[np.ndarray]:
-    """SUM, PROD and MEAN."""
+    """Return SUM, PROD or MEAN over replicas and axes."""
     asked = call.options.wire_dtype
     wires = [wire_dtype(op, np.dtype(array.dtype), asked) for array in arrays]
     in_order = call.options.deterministic
@@ -53,7 +53,7 @@ def _accumulate(
 
 
 def _partial(op: ReduceOp, array: Array, along: tuple[int, ...], in_order: bool) -> np.ndarray:
-    """Return the SUM or PROD of this replica; `in_order` frees its bits from the memory layout."""
+    """Return the SUM or PROD of this replica; with `in_order` its bits ignore the memory layout."""
     xp, dtype = namespace_of(array), np.dtype(array.dtype)
     if in_order:
         array = xp.asarray(array, dtype=dtype.newbyteorder("="), order="C")
@@ -65,7 +65,7 @@ def _mean(
     call: CollectiveCall, partials: Sequence[np.ndarray], counts: Sequence[int], details: object
 ) -> list[np.ndarray]:
     """Return the means."""
-    # The counts travel behind the sums, in the same message.
+    # The counts are sent behind the sums, in the same message.
     messages = [
         np.concatenate([partial.reshape(-1), np.array(_digits(count), partial.dtype)])
         for partial, count in zip(partials, counts, strict=True)
@@ -88,7 +88,7 @@ def _mean_on_wire(
     wires: Sequence[np.dtype],
 ) -> list[np.ndarray]:
     """Return the means, divided before they are narrowed, so that they need not overflow."""
-    # The counts come first, in their own message: a narrow dtype would round them.
+    # The counts are sent first, in their own message: a narrow dtype would round them.
     totals = call.all_reduce(ReduceOp.SUM, [np.array(count, np.int64) for count in counts], details)
     with np.errstate(invalid="ignore", divide="ignore"):
         shares = [
@@ -124,13 +124,13 @@ def _extreme(
     structure: str,
 ) -> list[np.ndarray]:
     """Return MIN or MAX over replicas and axes."""
-    # A rank without elements brings the neutral element.
+    # A rank without elements contributes the neutral element.
     partials = []
     for array, along in zip(arrays, axes, strict=True):
         wire_dtype(op, np.dtype(array.dtype))
         partials.append(_local_extreme(op, array, along))
     counts = [np.array(_num_elements(*each), np.int64) for each in zip(arrays, axes, strict=True)]
-    # Every rank learns whether any element exists at all, so that all raise, or none.
+    # Every rank learns whether any element exists at all, so either all raise or none.
     with_most = call.all_reduce(ReduceOp.MAX, counts, (op.name, "axis", axes, structure))
     reduced = call.all_reduce(op, partials, structure)
     if any(count == 0 for count in with_most):

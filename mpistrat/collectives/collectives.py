@@ -1,7 +1,7 @@
-"""Collectives, agreed before data moves: what all higher layers communicate through.
+"""Collectives, agreed before data is moved: all higher layers communicate through them.
 
-The vocabulary is MPI's (rank, size, root). A world of one rank has its transport too, so nothing
-above asks for the size.
+The terms are MPI's (rank, size, root). A world of one rank also has a transport, so no higher layer
+has to check the size.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _MAX_REDUCTIONS = 1024
-"""More reductions than any loop repeats; a program with ever new shapes starts again there."""
+"""More reductions than any loop repeats. With ever new shapes, the cache is then cleared."""
 
 
 class CollectiveCall(Call):
-    """A collective call and the ways in which it can move arrays."""
+    """A collective call, with methods that move arrays."""
 
-    # Each method agrees before it moves. Arrays may lie on the host or the device; results lie
-    # where the array of this rank does, and share memory with nothing.
+    # Each method agrees before it moves data. Arrays may be on the host or the device. Results are
+    # on the same device as this rank's array, and share memory with no other array.
 
     def __init__(
         self,
@@ -54,16 +54,16 @@ class CollectiveCall(Call):
         super().__init__(collectives.channel, kind, name, timeout_s, collectives.number)
         self.options = options
         self.reduction: Reduction | None = None
-        """What `all_reduce` has done last."""
+        """The last reduction of `all_reduce`."""
         self._collectives = collectives
 
     @property
     def layout(self) -> Layout:
-        """Which replicas the ranks of the call make up."""
+        """Which replicas the ranks of the call form."""
         return self._collectives.layout
 
     def agree(self, *details: object) -> None:
-        """Make sure that the options can be honoured, then agree. **Collective**."""
+        """Check that the options can be used, then agree. **Collective**."""
         self._check_options()
         super().agree(*details)
 
@@ -85,8 +85,8 @@ class CollectiveCall(Call):
         wires: Sequence[np.dtype] | None = None,
     ) -> Reduction:
         """Return the reduction for all calls like this one, checked the first time."""
-        # `details` must agree over ranks too. `wires` are what the arrays travel as, where their
-        # own dtypes do not decide it.
+        # `details` must agree over ranks too. `wires` are the dtypes in the messages, if the
+        # arrays' own dtypes do not decide them.
         collectives = self._collectives
         if type(self.options) is not CommunicationOptions:
             self._check_options()
@@ -98,7 +98,7 @@ class CollectiveCall(Call):
                 collectives.capabilities.places(arrays),
             )
         travel_as = None if wires is None else tuple(wires)
-        # Options by identity: their hash takes longer than all the rest.
+        # Options by identity: hashing them takes longer than the rest of this method.
         key = (self.kind, self.name, op, kinds, details, travel_as, id(self.options))
         reduction = collectives.reductions.get(key)
         # The cache may differ from rank to rank. That is safe: preparing sends no message, and the
@@ -111,13 +111,13 @@ class CollectiveCall(Call):
             reduction = Reduction(
                 self, op, arrays, details, wires, described, self.options, capabilities
             )
-            # Without fast paths, each call is checked like the first one.
+            # Without fast paths, each call is checked like the first call.
             if self.channel.transport.has_fast_paths:
                 collectives.reductions[key] = reduction
         return reduction
 
     def fast(self, reduction: Reduction, lends: bool = False) -> FastReduction | None:
-        """Return what repeats `reduction` for calls like this one, if there is compiled code."""
+        """Return the fast path of `reduction` for such calls, if there is compiled code."""
         if native_library() is None:
             return None
         again = functools.partial(self._collectives.call, self.kind, self.name)
@@ -131,9 +131,9 @@ class CollectiveCall(Call):
         wires: Sequence[np.dtype] | None = None,
         out: Sequence[np.ndarray] | None = None,
     ) -> list[Array]:
-        """Reduce each array over ranks, equal to the bit on all of them. **Collective**."""
-        # Dtypes, shapes and the `structure` of the nest that the arrays come from must agree over
-        # ranks. For `wires` see `prepare`, for `out` `Reduction.all_reduce`.
+        """Reduce each array over ranks, bit-identical on all of them. **Collective**."""
+        # The ranks must agree on dtypes, shapes and the `structure` of the nest of the arrays. For
+        # `wires` see `prepare`, for `out` see `Reduction.all_reduce`.
         self.reduction = self.prepare(op, arrays, structure, wires=wires)
         return self.reduction.all_reduce(self, arrays, out)
 
@@ -158,7 +158,7 @@ class CollectiveCall(Call):
 
     @contextlib.contextmanager
     def communicator(self) -> Iterator[MPI.Intracomm]:
-        """Give the communicator that moves data, ``None`` to all but a rank's first replica."""
+        """Yield the communicator that moves data; ``None`` except to a rank's first replica."""
         transport: Any = self.channel.transport
         with self.moving(), transport.occupancy:
             yield transport.comm
@@ -190,32 +190,33 @@ class Collectives(RunsUnits):
         check_options(options, capabilities)
         self.channel = channel
         self.layout = Layout(channel.size, channel.rank) if layout is None else layout
-        """Which replicas these ranks make up."""
+        """Which replicas these ranks form."""
         self.capabilities = capabilities
         self.device = capabilities.device
         self.options = options
         self._lossless_options = dataclasses.replace(options, wire_dtype=None)
         self.describe = describe_function()
         self.reductions: dict[Any, Reduction] = {}
-        """The reductions of earlier calls, by all that they check."""
+        """The reductions of earlier calls, by everything that they check."""
         self._fast: dict[tuple[object, bytes], FastReduction] = {}
         """Fast paths for one array, by op and description, for calls that pass no options."""
         self.rank = channel.rank
         self.size = channel.size
         self.arithmetic = ""
-        """Fingerprint of what the bits depend on, where they do not depend on the ranks."""
+        """Fingerprint of the arithmetic that determines the bits, if the ranks do not."""
         self.is_closed = False
         self.name_of_close = "close"
-        """What errors call it, where a program does by another name."""
+        """Name of `close` in errors, if a program closes this by a different method."""
         self.on_close: dict[object, Callable[[], object]] = {}
-        """What this rank does when it is closed, before other ranks return."""
+        """Actions of this rank when it is closed, before other ranks return."""
         channel.users.add(self)
         self._unclosed: weakref.finalize[[int, int], Any] | None = None
-        if channel.on_free is not None and not is_part:  # of what is closed as a whole
+        if channel.on_free is not None and not is_part:  # part of a group that is closed as a whole
             self._unclosed = weakref.finalize(self, _warn_unclosed, self.rank, self.size)
-            # Not at the end of the program, where MPI takes everything back anyway.
+            # Not at the end of the program, where MPI frees everything anyway.
             self._unclosed.atexit = False
-        # Strategies are made collectively, so their numbers on the channel are equal on all ranks.
+        # Strategies are created collectively, so their numbers on the channel are equal on all
+        # ranks.
         self.number = channel.num_strategies
         channel.num_strategies += 1
 
@@ -224,16 +225,17 @@ class Collectives(RunsUnits):
         if self.is_closed:
             return
         channel = self.channel
-        # After a `CollectiveError` nothing can be agreed, and the ranks part when the program ends.
+        # After a `CollectiveError` the ranks cannot agree, and they separate when the program ends.
         if channel.closed is None:
             with self.call(self.name_of_close) as call:
-                # Before the ranks agree, so that each has done this when any of them returns.
+                # Before the ranks agree, so that each rank has done this when any of them returns.
                 for action in self.on_close.values():
                     action()
                 call.agree()
-                # Garbage may be collected on some ranks only, but all ranks free, or none.
+                # Garbage may be collected on only some ranks, but either all ranks free, or none.
                 others = channel.exchange(len(channel.users) - 1)
-            # All ranks have all counts, so all free the channel, or none: that is collective.
+            # All ranks have all counts, so either all free the channel, or none: freeing is
+            # collective.
             if not any(others):
                 channel.free()
         channel.users.discard(self)
@@ -243,20 +245,20 @@ class Collectives(RunsUnits):
         self.reductions.clear()
         self._fast.clear()
         self.capabilities = DeviceCapabilities.solo(self.device)
-        # In place of the one that may be freed: every later call raises `error` before it moves
-        # anything.
+        # Replaces the channel that may be freed: every later call raises `error` before it moves
+        # data.
         self.channel = Channel(SoloTransport(), None)
         self.channel.closed = error
 
     def abandon(self) -> None:
-        """Be closed without a word to the other ranks, some of which are lost: nothing is freed."""
+        """Close without telling the other ranks, some of which are lost: nothing is freed."""
         self.channel.users.discard(self)
         if self._unclosed is not None:
             self._unclosed.detach()
         self.is_closed = True
 
     def again(self, channel: Channel | None = None, layout: Layout | None = None) -> Collectives:
-        """Return others of this kind, with another channel or layout where given."""
+        """Return a copy, with a different channel or layout if it is passed."""
         return type(self)(
             channel or self.channel,
             self.capabilities,
@@ -266,7 +268,7 @@ class Collectives(RunsUnits):
         )
 
     def has_checked(self, options: CommunicationOptions) -> bool:
-        """Return whether these are the options that were checked when this was made."""
+        """Return whether these are the options that were checked when this was created."""
         return options is self.options or options is self._lossless_options
 
     @classmethod
@@ -280,10 +282,11 @@ class Collectives(RunsUnits):
         self, kind: str, name: str | None = None, options: CommunicationOptions | None = None
     ) -> CollectiveCall:
         """Return the context manager in which the collective `kind` is checked and done."""
-        # `kind` is the name of the public function, `name` that of the variable or object that it
-        # is called on.
+        # `kind` is the name of the public function, `name` the name of the variable or object that
+        # it is called on.
         if options is None:
-            # `wire_dtype` may round a value that the program reduces, not the state of an object.
+            # `wire_dtype` may round a value that the program reduces, but not the state of an
+            # object.
             options = self.options if name is None else self._lossless_options
         elif self.is_deterministic and isinstance(options, CommunicationOptions):
             options = _deterministic(options)
@@ -296,7 +299,7 @@ class Collectives(RunsUnits):
         return known if known is not None and known.reduction.options is self.options else None
 
     def keep_fast_path(self, call: CollectiveCall, op: object, array: np.ndarray) -> None:
-        """Have `fast_path` return one for the `call` that has reduced `array`, if it has any."""
+        """Keep the fast path of `call`, which has reduced `array`, for `fast_path`, if any."""
         described, reduction = self.describe([array]), call.reduction
         if described is None or reduction is None or call.options is not self.options:
             return
@@ -309,9 +312,9 @@ class Collectives(RunsUnits):
             self._fast[op, described] = fast
 
     def all_or_none(self, kind: str, name: str | None = None) -> AllOrNone:
-        """Return a context manager: where its body fails on any rank, it fails on all."""
-        # **Collective** on entry and on exit. The body may do no collective that a failing rank
-        # would miss.
+        """Return a context manager whose body fails on all ranks if it fails on any."""
+        # **Collective** on entry and on exit. The body must not contain a collective that a failing
+        # rank would miss.
         return AllOrNone(self.channel, kind, name, self.options.timeout_seconds, self.number)
 
     def common_outcome(self, kind: str, name: str | None = None) -> CommonOutcome:
@@ -321,18 +324,18 @@ class Collectives(RunsUnits):
     def on_all(self, work: Callable[[], Any], kind: str, name: str | None = None) -> list[Any]:
         """Return the JSON values that `work` returns on each rank, in rank order. **Collective**.
 
-        Where it fails on any rank, it fails on all. The ranks must be known to be in step, and
-        `work` may do no collective.
+        If `work` fails on any rank, it fails on all. The ranks must be known to be in step, and
+        `work` must not contain a collective.
         """
         # Two steps: no value is sent before all ranks have one, so that a failing rank never leaves
-        # the others in the exchange.
+        # other ranks in the exchange.
         outcome = self.common_outcome(kind, name)
         with outcome:
             own = work()
         return outcome.exchange(own)
 
     def on_root(self, work: Callable[[], Any], kind: str, name: str | None = None) -> Any:
-        """Return on every rank what `work` returns on rank 0. **Collective**, as `on_all`."""
+        """Return on every rank the result of `work` on rank 0. **Collective**, like `on_all`."""
         return self.on_all(work if self.rank == 0 else _nothing, kind, name)[0]
 
     def gather_json(self, value: Any, kind: str = "gather_json") -> list[Any]:
@@ -341,12 +344,12 @@ class Collectives(RunsUnits):
             return call.exchange(value)
 
     def broadcast_json(self, value: Any, root: int = 0, kind: str = "broadcast_json") -> Any:
-        """Return the JSON `value` of `root`; that of the others does not matter. **Collective**."""
+        """Return the JSON `value` of `root`; other ranks' values are ignored. **Collective**."""
         return self.gather_json(value if self.rank == root else None, kind)[root]
 
 
 def check_can_order(options: CommunicationOptions) -> None:
-    """Refuse what rounds, or adds up elsewhere, in an order that depends on the ranks."""
+    """Raise for options that round or add up in an order that depends on the ranks."""
     if options.wire_dtype is not None:
         raise NotImplementedError(
             f"wire_dtype={options.wire_dtype!r} with num_replicas: what is rounded on the way "
@@ -376,4 +379,4 @@ def _warn_unclosed(rank: int, size: int) -> None:
 
 
 def _nothing() -> None:
-    """Stand in for work that another rank does."""
+    """Do nothing in place of work that a different rank does."""

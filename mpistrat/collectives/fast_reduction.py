@@ -27,19 +27,19 @@ from mpistrat.tracing.flight_recorder import FlightEntry, State
 from mpistrat.tracing.spans import state_of_recording
 
 _CALL, _ALL_CALL = Status.CALL, Outcome.ALL_CALL
-"""Module names are found faster than members of their classes, at each collective."""
+"""Names of the module are faster to look up than class members, in each collective."""
 
 _logger = logging.getLogger("mpistrat")
 
 
 class Progress(enum.IntEnum):
-    """How far a call has come; as in ``native/fast_reduction.c``."""
+    """How far a call has progressed; as in ``native/fast_reduction.c``."""
 
     OUTSIDE = 0
     INSIDE = 1
     """The channel is taken."""
     BROUGHT = 2
-    """The numbers are where the other ranks look for them."""
+    """The numbers are where the other ranks read them."""
     AGREED = 3
 
 
@@ -57,16 +57,16 @@ class FastReduction:
         self.reduction = reduction
         self._keeps_dtypes = reduction.keeps_dtypes
         self._use: Use | None = None
-        """For the next row."""
+        """The use of the results of the next row."""
         self._number: tuple[float, int, str] = (0.0, 0, "")
-        """The number that must agree too, as it is in the digest, and in error messages."""
+        """The number that must agree too, and its forms for digests and error messages."""
         path, occupancy = reduction.fast_path(lends), channel.transport.occupancy
-        # By name: `create` in native/fast_reduction.c wants each of them, and refuses any other.
+        # By name: `create` in native/fast_reduction.c needs each of them, and raises for any other.
         self._compiled = native_library().FastReduction(
             channel=channel,
             ledger=channel.ledger,
-            # The dict itself, to which other threads add. Its length is looked at in each call, so
-            # `Departures` must never put a new dict in its place.
+            # The dict itself, to which other threads add. Each call checks its length, so
+            # `Departures` must never replace it by a new dict.
             departed=channel.departures.found,
             kind=call.kind,
             acquire=channel.lock.acquire,
@@ -104,24 +104,24 @@ class FastReduction:
         )
 
     def all_reduce(self, array: np.ndarray, out: np.ndarray | None = None) -> Array | None:
-        """Return `array` reduced over ranks, ``None`` where a call must do it. **Collective**.
+        """Return `array` reduced over ranks, ``None`` if a call must do it. **Collective**.
 
-        The arguments are those of `Reduction.all_reduce`.
+        The arguments are the same as in `Reduction.all_reduce`.
         """
-        # The result may have a different dtype than the array, such as MEAN of integers. The
-        # compiled code does not look at the dtype of `out`.
+        # The result may have a different dtype from the array, for example MEAN of integers. The
+        # compiled code does not check the dtype of `out`.
         if out is not None and not self._keeps_dtypes:
             return None
-        # As in `all_reduce_for`: to call a function for both would take longer than the rest here.
+        # Repeated in `all_reduce_for`: calling a function for both would take longer than the rest
+        # here.
         try:
             result: Array | None = self._compiled.all_reduce(array, out)
         except BaseException as error:
-            # The channel is still taken, if it was: without this, all later calls would be
-            # overlaps.
+            # The channel may still be taken: without this, all later calls would be overlaps.
             self._end_failed(error)
             raise
-        # A signal handler may have called a collective within the compiled code, which reports
-        # nothing.
+        # A signal handler may have called a collective within the compiled code, which does not
+        # report it.
         if result is not None and self._channel.overlap is not None:
             self._call_to_end(is_moving=False).end_overlap(None)
         return result
@@ -129,14 +129,14 @@ class FastReduction:
     def all_reduce_for(
         self, use: Use, arrays: Sequence[Array], number: float, text: str
     ) -> list[Array] | None:
-        """Reduce `arrays`, for `use` to be called once on this rank with the results.
+        """Reduce `arrays`; `use` is to be called once on this rank with the results.
 
-        Return an empty list if it has been called; the results if the caller has to use them, which
-        the next reduction may overwrite; ``None`` where a call must do all. The ranks must agree on
-        the `number` too, which messages call `text`. **Collective**.
+        Return an empty list if it has been called. Return the results if the caller has to use
+        them; the next reduction may overwrite them. Return ``None`` if a call must do everything.
+        The ranks must agree on the `number` too, which messages call `text`. **Collective**.
         """
-        # By identity: a learning rate is mostly the same object in each step, and to format it
-        # takes longer than all else here.
+        # By identity: a learning rate is usually the same object in each step, and formatting it
+        # takes longer than the rest here.
         if number is not self._number[0]:
             self._number = number, Call.number_of(number), f"{text} {number}"
         if self.reduction.takes_rows:
@@ -163,7 +163,7 @@ class FastReduction:
 
     def _reduce_row(self, given: Any, out: np.ndarray | None, place: Place, extra: int = 0) -> Any:
         """Return the results of a rank with several replicas: one vote reduces the rows of all."""
-        # Without `_start`, `_vote` and `_finish`: this is done once for each replica.
+        # Without `_start`, `_vote` and `_finish`, because this is done once per replica.
         channel, lends = self._channel, self._lends
         use, self._use = self._use, None
         outs = None if out is None else [out]
@@ -187,7 +187,7 @@ class FastReduction:
             raise self._disagreement()
 
     def _limit_s(self) -> float | None:
-        """Return the time limit for missing ranks, which the channel may have changed since."""
+        """Return the time limit for missing ranks, which the channel may have changed."""
         return self._channel.timeout_s if self._own_timeout_s is None else self._own_timeout_s
 
     def _end_round(self, known: int) -> None:
@@ -202,28 +202,28 @@ class FastReduction:
         return call.disagreement(self.reduction.signature)
 
     def _end_failed(self, error: BaseException) -> None:
-        """Give the channel back after an `error`, if it was taken."""
+        """Release the channel after an `error`, if it was taken."""
         channel, progress = self._channel, self._compiled.progress
         if progress == Progress.OUTSIDE:
             return
         self._compiled.progress = Progress.OUTSIDE
-        # Without `meet`, the vote went through `vote`, which leaves its round itself.
+        # Without `meet`, the round was run by `vote`, which leaves its round itself.
         if channel.meet is not None and channel.pending:
             # As `Channel.vote` does: compiled code has started the round, but cannot leave it.
             channel.leave_round(channel.inside or "", error)
-        # After AGREED the other ranks use what was contributed; before BROUGHT there is nothing.
+        # After AGREED the other ranks use the contribution; before BROUGHT there is none.
         if progress == Progress.BROUGHT:
             self.reduction.withdraw_brought()
         self.reduction.withdraw()
-        # What travels with the agreement has come with it.
+        # Data that is sent with the agreement has arrived with it.
         has_come = self.reduction.travels_with_agreement and channel.checks
         call = self._call_to_end(progress == Progress.AGREED and not has_come)
         call.__exit__(type(error), error, error.__traceback__)
 
     def _call_to_end(self, is_moving: bool) -> Call:
-        """Return a call that takes over what was begun here."""
+        """Return a call that takes over the call that was begun here."""
         call, entry, channel = self._new_call(), self._compiled.entry, self._channel
-        if self.reduction.takes_rows:  # the entry is that of the rank
+        if self.reduction.takes_rows:  # the entry belongs to the rank
             entry = channel.flight.begin(channel.ledger, self.reduction.signature, "", None)
         call.resume(entry, is_moving)
         return call

@@ -1,4 +1,4 @@
-"""Reductions of nests of arrays, and the handle of one under way."""
+"""Reductions of nests of arrays, and the handle of a pending one."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from mpistrat.values import DistributedValues, IndexedSlices, T, localize
 
 def all_reduce_nest(call: CollectiveCall, op: ReduceOp, nest: Any, detail: str = "") -> Any:
     """Reduce each leaf of `nest` over replicas. **Collective**."""
-    # Of a distributed value it is this rank's component. `IndexedSlices` are concatenated in rank
-    # order; MEAN divides their values by the number of replicas. `detail` must agree over ranks
-    # too.
-    if type(nest) is np.ndarray:  # the shortest way for what is reduced most often
+    # For a distributed value this reduces the rank's component. `IndexedSlices` are concatenated in
+    # rank order; MEAN divides their values by the number of replicas. The ranks must agree on
+    # `detail` too.
+    if type(nest) is np.ndarray:  # a short cut for the most frequent case
         return call.all_reduce(op, [nest], (_LEAF, detail) if detail else _LEAF)[0]
     if type(nest) in (int, float):
         return call.all_reduce(op, [np.asarray(nest)], (_LEAF, detail) if detail else _LEAF)[0][()]
@@ -38,8 +38,8 @@ def all_reduce_nest(call: CollectiveCall, op: ReduceOp, nest: Any, detail: str =
 class PendingReduction(Generic[T]):
     """A reduction that `ReplicaContext.start_all_reduce` has begun.
 
-    To drop it without `wait` is an error: the reduction still writes to memory that the program has
-    given up, and what it brings is lost. The next collective of this rank raises it.
+    Dropping it without `wait` is an error: the reduction still writes to memory that the program
+    has released, and its result is lost. The next collective of this rank raises the error.
     """
 
     def __init__(self, end: Callable[[], T], when_dropped: Callable[[], object]) -> None:
@@ -49,13 +49,18 @@ class PendingReduction(Generic[T]):
         self._error: BaseException | None = None
 
     def wait(self) -> T:
-        """Return the result, once the other ranks have brought their part; the same again later.
+        """Return the result, once the other ranks have contributed; later calls return it again.
 
-        Local: the ranks need not call it together, nor in one order. It has no time limit, because
-        every rank has begun the reduction.
+        Local: the ranks need not call it at the same time, nor in the same order. It has no time
+        limit, because every rank has begun the reduction.
+
+        Returns
+        -------
+        nest
+            The result, in the form that `ReplicaContext.all_reduce` returns.
         """
         if self._end is not None:
-            # Not after the end: who catches what that raises need not wait again.
+            # Cleared before the end: a program that catches an error from here need not wait again.
             end, self._end = self._end, None
             try:
                 self._result = end()
@@ -68,7 +73,7 @@ class PendingReduction(Generic[T]):
         return result
 
     def _check_ended(self, site: str) -> None:
-        """Refuse to be under way at the end of an elastic ``run``, which is begun at `site`."""
+        """Raise if it is pending at the end of an elastic ``run``; it was begun at `site`."""
         if self._end is not None:
             raise ValueError(
                 f"The handle that start_all_reduce at {site} returned is not waited for when run "
@@ -87,7 +92,7 @@ class PendingReduction(Generic[T]):
 
 def start_all_reduce_nest(call: CollectiveCall, op: ReduceOp, nest: Any) -> Callable[[], Any]:
     """Begin `all_reduce_nest`, and return the function that ends it. **Collective**."""
-    # `IndexedSlices` are reduced before this returns, because their sizes differ over ranks.
+    # `IndexedSlices` are reduced before this returns, because their sizes differ between ranks.
     # Tensors are written to at the end.
     split = _Split(call, op, nest)
     split.check_tensors(call)
@@ -97,13 +102,13 @@ def start_all_reduce_nest(call: CollectiveCall, op: ReduceOp, nest: Any) -> Call
 
 
 _LEAF = nests.signature(nests.flatten(0)[1])
-"""The signature of a nest that is one leaf."""
+"""The signature of a nest that is a single leaf."""
 
 
 def leaf_arrays(
     call: CollectiveCall, leaves: Sequence[Any], structure: nests.Structure
 ) -> list[Array]:
-    """Return the leaves of a nest as arrays, except `IndexedSlices`, which are left out."""
+    """Return the leaves of a nest as arrays, without the `IndexedSlices`."""
     for number, leaf in enumerate(leaves):
         if leaf is None:
             path = nests.paths_of(structure)[number]
@@ -123,7 +128,7 @@ def leaf_arrays(
 
 
 class _Split:
-    """A nest to be reduced, taken apart into arrays and `IndexedSlices`."""
+    """A nest to be reduced, separated into arrays and `IndexedSlices`."""
 
     def __init__(self, call: CollectiveCall, op: ReduceOp, nest: Any) -> None:
         self._op = op
@@ -139,7 +144,7 @@ class _Split:
             self._sort_out(call, op)
 
     def _sort_out(self, call: CollectiveCall, op: ReduceOp) -> None:
-        """Find the `IndexedSlices`, and make arrays of the rest."""
+        """Find the `IndexedSlices`, and convert the rest to arrays."""
         self._sparse = [i for i, leaf in enumerate(self._leaves) if isinstance(leaf, IndexedSlices)]
         for i in self._sparse:
             _check_sparse(call.kind, op, self._leaves[i])
@@ -147,7 +152,7 @@ class _Split:
 
     @property
     def signature(self) -> object:
-        """What the ranks must agree on besides the arrays."""
+        """The signature on which the ranks must agree in addition to the arrays."""
         structure = nests.signature(self._structure)
         sparse = tuple((i, self._leaves[i].dense_shape) for i in self._sparse)
         return (structure, sparse) if sparse else structure
@@ -157,7 +162,7 @@ class _Split:
         return [_gather_slices(call, self._op, self._leaves[i]) for i in self._sparse]
 
     def check_tensors(self, call: CollectiveCall) -> None:
-        """Refuse tensors that the result cannot be written to."""
+        """Raise for tensors that the result cannot be written to."""
         for number, leaf in enumerate(self._leaves):
             if not is_tensor(leaf):
                 continue
@@ -182,7 +187,7 @@ class _Split:
         slices: Sequence[IndexedSlices],
         like: Callable[[Any, Any], Any] | None = None,
     ) -> Any:
-        """Return the nest of the results, each made `like` its leaf."""
+        """Return the nest of the results, each converted by `like` to the form of its leaf."""
         like = like or like_leaf
         if self._holds_arrays:
             return nests.unflatten(self._structure, arrays)
@@ -216,12 +221,12 @@ def _check_sparse(kind: str, op: ReduceOp, slices: IndexedSlices) -> None:
 
 
 def like_leaf(leaf: Any, result: Any) -> Any:
-    """Return a NumPy scalar where the leaf was a number, else the result as it is."""
+    """Return a NumPy scalar if the leaf was a number, else the result unchanged."""
     if type(leaf) is np.ndarray or isinstance(leaf, IndexedSlices):
         return result
     return result if is_array(leaf) and not isinstance(leaf, np.generic) else result[()]
 
 
 def _in_place(leaf: Any, result: Any) -> Any:
-    """Return the tensor that the leaf is, with the result in it, anything else as `like_leaf`."""
+    """Return the leaf with the result in it if it is a tensor, otherwise as `like_leaf`."""
     return overwrite(leaf, result) if is_tensor(leaf) else like_leaf(leaf, result)

@@ -1,9 +1,10 @@
 """Object collectives: barrier, broadcast and gather of Python objects, as pickle.
 
-Objects in messages between two ranks pass here too, their arrays next to the pickle.
+Objects in messages between two ranks are also converted here; their arrays are sent next to the
+pickle.
 
-Pickle travels between the ranks of one job, which run the same program as the same user. It never
-reaches a file.
+Pickles are sent only between the ranks of one job, which run the same program as the same user.
+They are never written to a file.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def broadcast_object(collectives: Collectives, kind: str, value: Any, root: int)
         is_root = collectives.rank == root
         own = _pickled(kind, value) if is_root else np.empty(0, np.uint8)
         call.agree(f"from rank {root}")
-        # Only the root knows how long the pickle is.
+        # Only the root knows the length of the pickle.
         from_root, length = Broadcast(root), np.array([own.size], np.int64)
         from_root.forward(call, [length], out=[length])
         data = own if is_root else np.empty(int(length[0]), np.uint8)
@@ -59,7 +60,7 @@ def gather_objects(collectives: Collectives, kind: str, value: Any) -> list[Any]
         own = _pickled(kind, value)
         call.agree()
         size = np.array([own.size], np.int64)
-        # Pickles differ in length from rank to rank, so the lengths go first.
+        # Pickles have different lengths on different ranks, so the lengths are sent first.
         lengths = gather_flat(call, [size], [[1] * collectives.size])[0].tolist()
         (joined,) = gather_flat(call, [own], [lengths])
     parts = consecutive(lengths)
@@ -74,14 +75,14 @@ def as_bytes(value: Any) -> bytes:
 
 
 def from_bytes(data: bytes) -> Any:
-    """Return the object that another rank has converted by `as_bytes`."""
+    """Return the object that a different rank has converted with `as_bytes`."""
     return pickle.loads(data)
 
 
 def _pickled(kind: str, value: Any) -> np.ndarray:
     try:
         data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
-    except Exception as error:  # objects raise what they like
+    except Exception as error:  # objects may raise any error
         raise TypeError(
             f"{kind} sends objects as pickle, but the object of type {type(value).__name__} on "
             f"this rank cannot be pickled: {error}. Send what it is made of, such as arrays, "
@@ -91,21 +92,22 @@ def _pickled(kind: str, value: Any) -> np.ndarray:
 
 
 def as_text(kind: str, value: Any) -> str:
-    """Return the pickle of an object as text, which may travel with other values."""
+    """Return the pickle of an object as a string, which can be sent with other values."""
     return base64.b64encode(_pickled(kind, value).data).decode()
 
 
 def from_text(text: str) -> Any:
-    """Return a copy of the object that another rank has given to `as_text`."""
+    """Return a copy of the object that a different rank has passed to `as_text`."""
     return pickle.loads(base64.b64decode(text))
 
 
 def split_object(
     value: Any, substitute: Callable[[Any], Any | None]
 ) -> tuple[bytes, list[np.ndarray]]:
-    """Return the pickle of an object, and copies of the memory of its arrays, which lie beside it.
+    """Return the pickle of an object, and copies of its arrays' memory, which are sent separately.
 
-    What `substitute` returns for an object travels in its place, if that is not ``None``.
+    If `substitute` returns a value other than ``None`` for an object, that value is sent in its
+    place.
     """
     file, buffers = io.BytesIO(), []
 
@@ -121,13 +123,13 @@ def split_object(
 
 
 def join_object(data: Any, buffers: Sequence[np.ndarray], find: Callable[[Any], Any]) -> Any:
-    """Return the object that `split_object` has taken apart, whose arrays keep the `buffers`.
+    """Return the object that `split_object` has split; its arrays keep the `buffers`.
 
-    `find` returns what is here in the place of what has travelled for it.
+    `find` returns the object of this rank for the value that was sent in its place.
     """
     if not data:
         return None
-    # Unpickling may run code of a class that calls this again.
+    # Unpickling may run code of a class that calls this function again.
     outer = _Found.find
     _Found.find = find
     try:
@@ -137,11 +139,11 @@ def join_object(data: Any, buffers: Sequence[np.ndarray], find: Callable[[Any], 
 
 
 _SMALL_BUFFER = 512
-"""Bytes of an array that are copied faster than they are described."""
+"""Number of bytes up to which copying an array is faster than describing it."""
 
 
 class _Pickler(pickle.Pickler):
-    """A pickler that puts something else in the place of some objects."""
+    """A pickler that replaces some objects."""
 
     def __init__(
         self,
@@ -153,13 +155,13 @@ class _Pickler(pickle.Pickler):
         self._substitute = substitute
 
     def reducer_override(self, obj: Any) -> Any:
-        # Unlike `persistent_id` it is not called for numbers, texts, lists and dicts.
+        # Unlike `persistent_id` it is not called for numbers, strings, lists and dicts.
         found = self._substitute(obj)
         return NotImplemented if found is None else (_found, (found,))
 
 
 class _Found:
-    """How this rank finds what has travelled by another name, while it unpickles."""
+    """How this rank finds the objects for values sent in their place, while it unpickles."""
 
     find: Callable[[Any], Any] = staticmethod(lambda token: token)
 
@@ -169,7 +171,7 @@ def _found(token: Any) -> Any:
 
 
 def _on_every_rank(collectives: Collectives, kind: str, load: Callable[[], _R]) -> _R:
-    """Return what `load` returns; where it fails on any rank, it fails on all. **Collective**."""
-    # A class may be missing on one rank alone, or refuse its state there.
+    """Return the result of `load`; if it fails on any rank, it fails on all. **Collective**."""
+    # A class may be missing on only one rank, or may fail to load its state there.
     with collectives.common_outcome(kind):
         return load()

@@ -1,7 +1,7 @@
 """Persistent reductions: checked, planned and formatted once, started often.
 
-A training loop repeats a few reductions, of which only the numbers change. MPI has the same idea
-in its persistent collectives (MPI 4.1, section 6.13).
+A training loop repeats a few reductions, in which only the numbers change. MPI's persistent
+collectives have the same idea (MPI 4.1, section 6.13).
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ _logger = logging.getLogger("mpistrat")
 
 
 class Route(enum.IntEnum):
-    """How the numbers of a repeated reduction travel; as in ``native/fast_reduction.c``."""
+    """How the numbers of a repeated reduction are moved; as in ``native/fast_reduction.c``."""
 
     BY_PYTHON = 0
     """By `Reduction.start` and `Reduction.finish`."""
     BY_MPI = 1
     """By one call of MPI, from array to array."""
     IN_ROUND = 2
-    """In shared memory, all of them with the agreement."""
+    """In shared memory, all of them in the round of the agreement."""
     IN_BLOCKS = 3
     """In shared memory, block by block."""
     IN_SLICES = 4
     """In the shared memory of each node, in one block whose slices MPI reduces over nodes."""
     GATHERED = 5
-    """By MPI, all of them with the agreement."""
+    """By MPI, all of them in the round of the agreement."""
     IN_ROWS = 6
-    """By `reduce_rows`, with those of the other replicas of this rank."""
+    """By `reduce_rows`, together with the rows of this rank's other replicas."""
 
 
 class FastPath(NamedTuple):
@@ -64,15 +64,16 @@ class FastPath(NamedTuple):
 
     route: Route = Route.BY_PYTHON
     move: Callable[..., object] | None = None
-    """What it calls to move numbers by MPI."""
+    """Function that it calls to move numbers by MPI."""
     numbers: Mapping[str, int] = MappingProxyType({})
-    """Addresses and sizes, by the names of ``native/fast_reduction.c``."""
+    """Addresses and sizes, by their names in ``native/fast_reduction.c``."""
 
 
 class _Exchange:
-    """Numbers as they travel, and where their reduction goes; `unpack` makes the results of it."""
+    """Numbers as they are sent, and the array for the reduction; `unpack` returns the results."""
 
-    # With `is_direct` MPI moves them, else they travel with the agreement.
+    # With `is_direct` MPI moves them in a separate call, otherwise they are sent with the
+    # agreement.
 
     def __init__(
         self,
@@ -89,7 +90,7 @@ Use = Callable[[list[Array]], object]
 
 
 class Row:
-    """The arrays of one replica of a rank with several, and where its results go."""
+    """The arrays of one replica, on a rank with several, and the arrays for the results."""
 
     __slots__ = ("arrays", "lends", "out", "place", "reduction", "results", "use")
 
@@ -102,11 +103,11 @@ class Row:
         use: Use | None = None,
         place: Place = None,
     ) -> None:
-        # `place` is the line of the user's code, where it is known.
+        # `place` is the line of the user's code, if it is known.
         self.reduction, self.arrays, self.out = reduction, arrays, out
         self.lends, self.use, self.place = lends, use, place
         self.results: list[Array] | None = None
-        """Those of this replica, once they are there; empty if `use` has got them."""
+        """The results of this replica, once they exist; empty if `use` has received them."""
 
 
 Begun = _Exchange | Packing | Row
@@ -116,7 +117,7 @@ Begun = _Exchange | Packing | Row
 class Reduction:
     """A reduction of arrays of given dtypes and shapes, whose arguments have been checked."""
 
-    # Its methods are collective. Each takes the call that it happens in, and arrays of these dtypes
+    # Its methods are collective. Each takes the call in which it runs, and arrays of these dtypes
     # and shapes.
 
     def __init__(
@@ -130,7 +131,7 @@ class Reduction:
         options: CommunicationOptions,
         capabilities: DeviceCapabilities,
     ) -> None:
-        # `described` is what `Collectives.describe` returns for `arrays`.
+        # `described` is the result of `Collectives.describe` for `arrays`.
         is_plain = described is not None
         on_device = () if is_plain else capabilities.places(arrays)
         shapes = [(array.dtype, array.shape) for array in arrays]
@@ -146,14 +147,15 @@ class Reduction:
                 _format_options(options),
             )
         )
-        # Kept, because the cache of `CollectiveCall.prepare` knows options by their identity.
+        # Kept alive, because the cache of `CollectiveCall.prepare` knows options by their identity.
         self.options = options
         self.op, self.plan, self._described = op, plan, described
         self._device = capabilities.device
         self._on_device = describe_on_device(arrays, self._device) if plan.stays_on_device else None
         self._library = native_library()
         self._transport = transport = call.channel.transport
-        # What chooses a reducer does not change while a channel lives, and is equal on all ranks.
+        # The inputs of the choice do not change during the life of a channel, and are equal on all
+        # ranks.
         self._reducers = [
             choose_reducer(
                 *(transport, options, op, each.dtype, each.num_bytes),
@@ -167,15 +169,15 @@ class Reduction:
         self.takes_rows = bool(plan.packs) and all(
             reducer is together for reducer, _ in self._reducers
         )
-        """Whether the replicas of this rank are reduced together, one row for each."""
-        # Only the first message can be begun before the ranks agree: memory has room for one.
+        """Whether the replicas of this rank are reduced together, one row each."""
+        # Only the first message can be begun before the ranks agree: the memory has space for one.
         is_first = shares and self._reducers[0][0] is node
         self._node = node if is_first and not call.channel.shares_memory else None
         self._piggyback: Piggyback | None = None
         self._direct = MpiReducer(transport)
-        """For one array that MPI reduces as it lies in memory: the shortest way there."""
+        """For one array that MPI reduces in its own memory, without any copy."""
         self.is_one = plan.is_single and plan.is_plain
-        """Whether one array travels as it is in memory."""
+        """Whether one array is sent from its own memory."""
         self._is_direct = self.is_one and type(self._reducers[0][0]) is MpiReducer
         self._joined: np.ndarray | None = None
         self._reused: ReusedPacking | None = None
@@ -188,30 +190,30 @@ class Reduction:
             self._use_piggyback(transport.piggyback)
 
     def _use_piggyback(self, piggyback: Piggyback) -> None:
-        """Have the arrays travel with the agreement itself, where there is room for all."""
+        """Send the arrays with the agreement itself, if there is space for all."""
         first, *others = self.plan.packs
         if others or first.num_bytes > piggyback.room:
             return
         self._piggyback = piggyback
-        # Ranks agree on dtypes, shapes and options, so all of them put the numbers in the round, or
-        # none.
+        # Ranks agree on dtypes, shapes and options, so either all of them put the numbers into the
+        # round, or none.
         self._write_result = piggyback.result(self.op, first.dtype)
         if first.small and not first.large and self.plan.is_unchanged:
-            # One buffer for all calls: the lock of the channel lets one in at a time.
+            # One buffer for all calls, because the lock of the channel admits one call at a time.
             self._joined = np.empty(first.small_size, first.wire)
 
     @property
     def travels_with_agreement(self) -> bool:
-        """Whether nothing moves once the ranks agree."""
+        """Whether no data is moved after the ranks agree."""
         return self._piggyback is not None
 
     @property
     def keeps_dtypes(self) -> bool:
-        """Whether the arrays are plain, and the results of their dtypes."""
+        """Whether the arrays are plain, and the results have their dtypes."""
         return self.plan.is_unchanged
 
     def fits(self, arrays: list[Array]) -> bool:
-        """Return whether `arrays` can travel as they lie, and this was prepared for such."""
+        """Return whether `arrays` can be sent unchanged, and this was prepared for such arrays."""
         known = self._described
         if known is not None:
             return bool(self._library.describe(arrays) == known)
@@ -225,21 +227,21 @@ class Reduction:
         out: Sequence[np.ndarray] | None = None,
         lends: bool = False,
     ) -> list[Array]:
-        """Return each array reduced over ranks, written to `out` where that is given."""
-        # `out` are plain arrays of the shapes and dtypes of the results. One of them may be the
-        # array that it is the result of; else they share no memory with `arrays`. With `lends`,
-        # results may lie in memory of this object, until its next reduction.
+        """Return each array reduced over ranks, written to `out` if it is passed."""
+        # `out` are plain arrays of the shapes and dtypes of the results. An array of `out` may be
+        # the input of the same result; otherwise they share no memory with `arrays`. With `lends`,
+        # results may be in memory of this object, until its next reduction.
         channel = call.channel
         try:
-            # Before the ranks agree. The last rank to arrive then finds the numbers of all the
-            # others, and need not wait for them a second time.
+            # Before the ranks agree. The last rank to arrive then finds the numbers of all other
+            # ranks, and need not wait for them a second time.
             begun = self.start(channel, arrays, out, lends)
-            # A timeline shows the agreement and the data apart, so the row waits for `finish` then.
+            # A timeline shows agreement and data separately, so the row then waits for `finish`.
             if type(begun) is Row and channel.checks and call.recorder is None:
                 channel.row = begun
             call.agree_on(self.signature)
         except BaseException:
-            # The channel may stay open, as after an interruption that came before the round.
+            # The channel may stay open, for example after an interruption before the round.
             self.withdraw()
             raise
         return self.finish(channel, begun, call)
@@ -249,14 +251,14 @@ class Reduction:
         plan, transport = self.plan, self._transport
         if self.takes_rows:
             return FastPath(Route.IN_ROWS)
-        # Compiled code neither casts nor joins, and takes no empty array: that arrives at no step,
-        # so there would be nothing to withdraw after an error.
+        # Compiled code does not cast or join, and does not accept an empty array: that arrives at
+        # no step, so there would be nothing to withdraw after an error.
         is_one = plan.is_single and plan.is_unchanged and not lends
         if not is_one or not plan.packs[0].num_bytes:
             return FastPath()
         pack, node, meeting = plan.packs[0], transport.node, transport.piggyback
-        # Also next to GATHERED: without checks there is no round, and compiled code moves by MPI
-        # then.
+        # Also together with GATHERED: without checks there is no round, and compiled code then uses
+        # MPI.
         move = self._direct.ready(self.op, pack.dtype) if self._is_direct else None
         if self._piggyback is not None and not self._piggyback.is_shared:
             function = compiled_function(self.op, pack.dtype)
@@ -276,17 +278,17 @@ class Reduction:
             return FastPath(Route.IN_SLICES, node.ready(self.op, pack.dtype), way)
         # Only reached if all ranks are on one node: otherwise the round is not in shared memory.
         route = Route.IN_BLOCKS if self._piggyback is None else Route.IN_ROUND
-        # The numbers of both routes: without checks there is no round, and compiled code takes
+        # The parameters of both routes: without checks there is no round, and compiled code uses
         # IN_BLOCKS in place of IN_ROUND.
         return FastPath(route, None, {**meeting.way, **way})
 
     def check_wait(self) -> None:
-        """Raise where a wait for data has ended because ranks leave."""
+        """Raise if a wait for data has ended because ranks leave."""
         if self._node is not None:
             self._node.check()
 
     def withdraw_brought(self) -> None:
-        """Do `withdraw` for what compiled code has given to shared memory."""
+        """Do `withdraw` for data that compiled code has put into shared memory."""
         if self._node is not None:
             self._node.withdraw()
 
@@ -298,7 +300,7 @@ class Reduction:
         lends: bool = False,
     ) -> Begun:
         """Do the part of `all_reduce` that needs no other rank, which saves a wait."""
-        is_checked = channel.checks  # without checks there is nothing that could travel with them
+        is_checked = channel.checks  # without checks there is no round to send data with
         begun: Begun
         if self.takes_rows:
             return Row(self, arrays, out, lends)
@@ -307,7 +309,7 @@ class Reduction:
             self._piggyback.attach(begun.source)
             return begun
         if self._is_direct:
-            # Taken before the agreement, while other ranks may still be computing.
+            # Allocated before the agreement, while other ranks may still be computing.
             target = _target(arrays[0], out, channel.pool)
             return _Exchange(arrays[0], target, is_direct=True)
         packing = self.pack(channel.pool, arrays, out, lends)
@@ -316,12 +318,12 @@ class Reduction:
         return packing
 
     def withdraw(self) -> None:
-        """Take back what `start` has given to shared memory, if anything."""
+        """Withdraw the data that `start` has put into shared memory, if any."""
         if self._node is not None:
             self._node.detach()
 
     def finish(self, channel: Channel, begun: Begun, call: Call | None = None) -> list[Array]:
-        """Return the results, once the ranks agree; without a `call`, nothing is noted."""
+        """Return the results, once the ranks agree; without a `call`, nothing is recorded."""
         if type(begun) is Row:
             return self._results_of_row(channel, begun, call)
         if type(begun) is _Exchange:
@@ -364,7 +366,7 @@ class Reduction:
         if exchange.is_direct:
             name, why = "MpiReducer", self._reducers[0][1]
         else:
-            call.is_moving = False  # the data has come with the agreement
+            call.is_moving = False  # the data has arrived with the agreement
         self._note(call, source.nbytes, source.dtype, name, why)
 
     def _begin_with_agreement(
@@ -374,7 +376,7 @@ class Reduction:
         out: Sequence[np.ndarray] | None,
         lends: bool,
     ) -> _Exchange:
-        # The first two ways are short cuts through `pack`, for what is reduced most often.
+        # The first two cases avoid `pack`, for the most frequent reductions.
         if self.is_one:
             array = arrays[0]
             return _Exchange(array, _target(array, out, channel.pool))
@@ -410,8 +412,8 @@ class Reduction:
 
     def _packed_on_device(self, pool: Pool, arrays: Sequence[Array]) -> Packing:
         reused = self._reused_on_device
-        # The memory is ordered with the work of one stream only. On a different one, a kernel could
-        # still read what this call overwrites.
+        # The memory is ordered with the work of only one stream. On a different stream, a kernel
+        # could still read data that this call overwrites.
         if reused is None or not reused.is_of_stream():
             reused = ReusedDevicePacking(self.plan, arrays, self._device, pool)
             self._reused_on_device = reused
@@ -421,14 +423,14 @@ class Reduction:
     def start_all_reduce(self, call: Call, arrays: Sequence[Array]) -> Callable[[], list[Array]]:
         """Begin `all_reduce`, and return the function that ends it."""
         channel = call.channel
-        # Copied, because the program may write to its arrays before the end. Not to shared memory,
-        # because the process may fork before it.
+        # Copied, because the program may write to its arrays before the end. Not into shared
+        # memory, because the process may fork before the end.
         packing = pack(self.plan, arrays, channel.private_pool, copy=True)
         call.agree_on(self.signature)
         ends = []
         for (reducer, why), message in zip(self._reducers, packing.messages, strict=True):
             self._note(call, message.num_bytes, message.dtype, type(reducer).__name__, why)
-            # All are begun here, in one order on all ranks. `end` may be called in any order.
+            # All are begun here, in the same order on all ranks. `end` may be called in any order.
             ends.append(reducer.start_all_reduce(self.op, message))
         call.is_moving = False
 
@@ -457,7 +459,7 @@ class Reduction:
     def _note(
         self, call: Call, num_bytes: int, dtype: np.dtype, implementation: str, why: str
     ) -> None:
-        """Show in the timeline and the log what moves numbers of `dtype`."""
+        """Show in the timeline and the log which implementation moves numbers of `dtype`."""
         if call.recorder is None and not _logger.isEnabledFor(logging.DEBUG):
             return
         call.note_moved(num_bytes, implementation)
@@ -474,12 +476,12 @@ def _target(array: np.ndarray, out: Sequence[np.ndarray] | None, pool: Pool) -> 
 
 @functools.lru_cache
 def dtype_name(dtype: np.dtype) -> str:
-    """Return the name of `dtype` in which the ranks compare it: without the byte order."""
+    """Return the name of `dtype` that the ranks compare: without the byte order."""
     return str(dtype.newbyteorder("="))
 
 
 def _format_places(on_device: tuple[bool, ...]) -> str | tuple[()]:
-    """Return which arrays are in device memory, as the ranks agree on it."""
+    """Return which arrays are in device memory, in the form on which the ranks agree."""
     if not on_device:
         return ()
     numbers = [number for number, each in enumerate(on_device) if each]
@@ -489,7 +491,7 @@ def _format_places(on_device: tuple[bool, ...]) -> str | tuple[()]:
 
 @functools.lru_cache
 def _format_options(options: CommunicationOptions) -> str | tuple[()]:
-    """Return the options as the ranks agree on them, empty for the defaults."""
+    """Return the options in the form on which the ranks agree, empty for the defaults."""
     default = CommunicationOptions()
     differing = [
         f"{name}={getattr(options, name)}"

@@ -1,4 +1,4 @@
-"""Collectives of a group as programs call them: all-reduce, and those that move parts."""
+"""Collectives of a group as programs call them: all-reduce, and operations that move parts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from mpistrat.values import IndexedSlices, Number, T, localize
 class GroupCollectives(ABC):
     """The collectives of `ReplicaContext` and of `ReplicaContext.shards`.
 
-    They speak of replicas: of the members of the group.
+    Here, replicas are the members of the group.
     """
 
     @overload
@@ -84,26 +84,31 @@ class GroupCollectives(ABC):
         Parameters
         ----------
         reduce_op : ReduceOp or str
+            The reduction, such as ``"sum"``.
         value : nest of arrays, numbers, IndexedSlices and PyTorch tensors
-            Small arrays travel together. `IndexedSlices` are concatenated in rank order. Tensors
-            come back attached to the graph, which can be differentiated once. The backward pass
-            is collective too: every replica runs it, through the same calls in the same order.
+            The values of this replica. Small arrays are sent together. `IndexedSlices` are
+            concatenated in rank order. The results of tensors are attached to the graph, which can
+            be differentiated once. The backward pass is collective too: every replica runs it,
+            through the same calls in the same order.
         options : CommunicationOptions, optional
+            Options of this call. Default: the strategy's options.
         out : nest of arrays, optional
-            Where the results go: arrays of their shapes and dtypes, or `value` itself, which is
-            fastest for large arrays. Ranks may differ in it. Not for tensors and IndexedSlices.
+            Arrays for the results, of their shapes and dtypes, or `value` itself, which is fastest
+            for large arrays. Ranks may pass different ones. Not for tensors and IndexedSlices.
+            Default: new arrays.
 
         Returns
         -------
         nest
-            `out`, or as `value`, on the same device. MEAN of integers is float64.
+            `out`, or the results in the structure of `value`, on the same device. MEAN of integers
+            is float64.
 
         Raises
         ------
         ContextError
             If this replica context is not the current one.
         ValueError, TypeError
-            For a bad argument, such as an `out` that the result does not fit.
+            If an argument is invalid, such as an `out` that the result does not fit.
         CollectiveError
             If the replicas disagree.
         """
@@ -132,29 +137,30 @@ class GroupCollectives(ABC):
     ) -> PendingReduction[Any]:
         """Begin `all_reduce`, and return at once.
 
-        **Collective**: every replica makes the call. Several reductions may be under way, other
-        collectives may come between, and handles may be waited for in any order.
+        **Collective**: every replica makes the call. Several reductions may be pending, other
+        collectives may be called in between, and handles may be waited for in any order.
 
         Parameters
         ----------
         reduce_op, value, options
-            As for `all_reduce`. Arrays are copied, so they may be written to at once. PyTorch
-            tensors, such as the ``.grad`` of a parameter, are reduced in place: ``wait()`` writes
-            to them and returns them. They must have no ``requires_grad``. `IndexedSlices` are
-            reduced before this returns, and everything is with the option `wire_dtype` and, over
-            several nodes, `deterministic`.
+            The same as for `all_reduce`. Arrays are copied, so the program may write to them at
+            once. PyTorch tensors, such as the ``.grad`` of a parameter, are reduced in place:
+            ``wait()`` writes to them and returns them. They must not have ``requires_grad``.
+            `IndexedSlices` are reduced before this returns. With the option `wire_dtype`, or with
+            `deterministic` over several nodes, so is everything else.
 
         Returns
         -------
         PendingReduction
-            Its ``wait()`` gives the result. To drop it without is an error, which the next
-            collective of this rank raises. With ``elastic=True``, ``run`` raises `ValueError` where
-            it ends before that call.
+            Handle whose ``wait()`` returns the result. Dropping it without ``wait()`` is an error,
+            which the next collective of this rank raises. With ``elastic=True``, ``run`` raises
+            `ValueError` if it ends before ``wait()``.
 
         Raises
         ------
         ContextError, ValueError, TypeError, CollectiveError, NotImplementedError
-            As `all_reduce`, the last for tensors with ``requires_grad``.
+            In the same cases as `all_reduce`; NotImplementedError for tensors with
+            ``requires_grad``.
         """
         group = self._group()
         with group.call("start_all_reduce", options=options) as call:
@@ -186,24 +192,26 @@ class GroupCollectives(ABC):
         Parameters
         ----------
         value : nest of arrays and PyTorch tensors
-            Shapes may differ along `axis` only; its length may be 0. Tensors come back attached
-            to the graph.
+            Values of this replica. Shapes may differ only along `axis`, where the length may be 0.
+            The results of tensors are attached to the graph.
         axis : int
-            May be negative.
+            Axis along which the values are concatenated, the same on every replica; may be
+            negative.
         options : CommunicationOptions, optional
+            Options of this call. Default: the strategy's options.
 
         Returns
         -------
         nest
-            As `value`, the same on every replica.
+            The results in the structure of `value`, the same on every replica.
 
         Raises
         ------
         ContextError
             If this replica context is not the current one.
         ValueError
-            On every replica, if a value is 0-d, the axis is out of range, or shapes differ
-            elsewhere.
+            On every replica, if a value is 0-d, the axis is out of range, or shapes differ along
+            other axes.
         NotImplementedError
             For `IndexedSlices`.
         """
@@ -225,17 +233,26 @@ class GroupCollectives(ABC):
         Parameters
         ----------
         reduce_op : ReduceOp or str
-            As for `all_reduce`. Tensors that require a gradient take SUM and MEAN.
+            The reduction, as for `all_reduce`. Tensors that require a gradient support SUM and
+            MEAN.
         value : nest of arrays and tensors
+            Values of this replica, of the same shape and dtype on every replica.
         axis : int
-            Along it the first ``length % N`` replicas get one element more. Parts may be empty.
+            Axis along which the result is divided. The first ``length % N`` replicas get one
+            element more. Parts may be empty.
         options : CommunicationOptions, optional
-            With `deterministic`, the bits are those of `all_reduce`.
+            Options of this call. Default: the strategy's options. With `deterministic`, the result
+            has the same bits as `all_reduce`.
+
+        Returns
+        -------
+        nest
+            This replica's part of each result, in the structure of `value`.
 
         Raises
         ------
         ValueError, TypeError
-            On every replica, for a value that is 0-d or an axis out of range.
+            On every replica, if a value is 0-d or the axis is out of range.
         CollectiveError
             If the replicas disagree.
         """
@@ -250,26 +267,34 @@ class GroupCollectives(ABC):
         concat_axis: int = 0,
         options: CommunicationOptions | None = None,
     ) -> T:
-        """Send part k of `value` to replica k, and join the parts that come in replica order.
+        """Send part k of `value` to replica k, and join the received parts in replica order.
 
         **Collective**, with the same structure, dtypes and axes everywhere.
 
         Parameters
         ----------
         value : nest of arrays and tensors
-            Shapes may differ along `concat_axis` only.
+            Values of this replica. Shapes may differ only along `concat_axis`.
         split_axis : int
-            Cut so that the first ``length % N`` parts hold one element more.
+            Axis along which the array is cut into one part per replica. The first ``length % N``
+            parts have one element more.
         concat_axis : int
+            Axis along which the received parts are joined.
         options : CommunicationOptions, optional
+            Options of this call. Default: the strategy's options.
+
+        Returns
+        -------
+        nest
+            The joined parts, in the structure of `value`.
 
         Raises
         ------
         ValueError, TypeError
-            On every replica, for a value that is 0-d or an axis out of range.
+            On every replica, if a value is 0-d or an axis is out of range.
         CollectiveMismatchError
-            On every replica, if shapes differ along other axes than `concat_axis`: it names the
-            replicas and their shapes, and is a `ValueError` too.
+            On every replica, if shapes differ along other axes than `concat_axis`. The error names
+            the replicas and their shapes, and is a `ValueError` too.
         CollectiveError
             If the replicas disagree.
         """
@@ -287,10 +312,17 @@ class GroupCollectives(ABC):
         Parameters
         ----------
         value : nest of arrays, numbers and tensors
-            Replicas other than `root` may give ``None``, or a value of the same structure, shapes
-            and dtypes.
+            The value to send. Replicas other than `root` may pass ``None``, or a value of the same
+            structure, shapes and dtypes.
         root : int
+            The replica whose value is sent, the same everywhere.
         options : CommunicationOptions, optional
+            Options of this call. Default: the strategy's options.
+
+        Returns
+        -------
+        nest
+            A copy of the root's value.
 
         Raises
         ------
@@ -311,14 +343,22 @@ class GroupCollectives(ABC):
         Parameters
         ----------
         value : nest of arrays and tensors
-            As for `broadcast`. The first ``length % N`` replicas get one row more.
+            The value to divide, as for `broadcast`. The first ``length % N`` replicas get one row
+            more.
         root : int
+            The replica whose value is divided, the same everywhere.
         options : CommunicationOptions, optional
+            Options of this call. Default: the strategy's options.
+
+        Returns
+        -------
+        nest
+            This replica's rows of each array.
 
         Raises
         ------
         TypeError, ValueError, CollectiveError
-            As `broadcast`; and if a value is 0-d.
+            In the same cases as `broadcast`, and if a value is 0-d.
         """
         return self._apply("scatter", value, options, lambda size: Scatter.parse(root, size))
 
@@ -330,25 +370,33 @@ class GroupCollectives(ABC):
         fill: complex = 0,
         options: CommunicationOptions | None = None,
     ) -> T:
-        """Return the `value` of the replica `offset` before this one, as NumPy's roll moves.
+        """Return the `value` of the replica `offset` before this one, like NumPy's roll.
 
         **Collective**, with the same structure, shapes, dtypes, offset, `periodic` and `fill`.
 
         Parameters
         ----------
         value : nest of arrays, numbers and tensors
+            The value of this replica.
         offset : int
-            Any: negative ones bring values of replicas behind.
+            By how many replicas values move. It may be negative: the values of later replicas then
+            move to earlier ones.
         periodic : bool
             Whether the first replica follows the last.
         fill : number
-            What stands where there is no such replica, in the shape of the own value.
+            Value of the elements if there is no such replica, in the shape of this replica's value.
         options : CommunicationOptions, optional
+            Options of this call. Default: the strategy's options.
+
+        Returns
+        -------
+        nest
+            The value of the other replica, or `fill`.
 
         Raises
         ------
         TypeError
-            On every replica, if an argument is of another kind.
+            On every replica, if an argument has the wrong type.
         CollectiveError
             If the replicas disagree.
         """
@@ -368,17 +416,25 @@ class GroupCollectives(ABC):
         Parameters
         ----------
         reduce_op : ReduceOp or str
-            Not MEAN. Tensors that require a gradient take SUM.
+            The reduction; not MEAN. Tensors that require a gradient support SUM.
         value : nest of arrays, numbers and tensors
+            The value of this replica.
         exclusive : bool
-            Whether this replica is left out. The first one then gets what changes nothing: 0 for
-            SUM, 1 for PROD, the largest or least number of the dtype for MIN and MAX.
+            Whether this replica's own value is left out. The first replica then gets the identity
+            of the reduction: 0 for SUM, 1 for PROD, the largest or smallest number of the dtype for
+            MIN and MAX.
         options : CommunicationOptions, optional
+            Options of this call. Default: the strategy's options.
+
+        Returns
+        -------
+        nest
+            The reduced values, in the structure of `value`.
 
         Raises
         ------
         ValueError, TypeError
-            On every replica, for MEAN, or a dtype that the reduction does not know.
+            On every replica, for MEAN, or if the reduction does not support the dtype.
         CollectiveError
             If the replicas disagree.
         """
@@ -455,7 +511,7 @@ def _dense_arrays(
 
 
 def _as_root(call: CollectiveCall, nest: Any, operation: FromRoot, device: Device) -> Any:
-    """Return `nest`, or zeros like that of the root where it is ``None``. **Collective**."""
+    """Return `nest`, or zeros like the root's nest if it is ``None``. **Collective**."""
     is_root = call.channel.rank == operation.root
     if nest is None and is_root:
         raise TypeError(
@@ -464,15 +520,15 @@ def _as_root(call: CollectiveCall, nest: Any, operation: FromRoot, device: Devic
         )
     own = None if nest is None else _describe(call, nest, operation)
     skeleton = _skeleton(call.kind, nest) if is_root else None
-    # First on the root only: ranks that pass None know neither structure nor shapes before the
+    # First only the root: ranks that pass None know neither structure nor shapes before the
     # exchange, and cannot compare them.
     call.agree(f"from rank {operation.root}")
     with call.moving():
         (given, text) = call.channel.exchange((own, skeleton))[operation.root]
-    # Tuples, which can be hashed, in place of JSON's lists.
+    # Tuples can be hashed, unlike JSON's lists.
     compared = own if own is not None else given
-    # Ranks that passed None compare what the root has sent, so only one that passed something else
-    # disagrees.
+    # Ranks that passed None compare the description that the root has sent, so only a rank that
+    # passed something different disagrees.
     call.agree(compared["structure"], tuple((d, tuple(s)) for _, d, s, _ in compared["leaves"]))
     if nest is not None:
         return nest
@@ -481,7 +537,7 @@ def _as_root(call: CollectiveCall, nest: Any, operation: FromRoot, device: Devic
 
 
 def _describe(call: CollectiveCall, nest: Any, operation: FromRoot) -> dict[str, Any]:
-    """Return the structure of a nest, and of each leaf its form, dtype and shape, as JSON."""
+    """Return as JSON the structure of a nest, and the form, dtype and shape of each leaf."""
     leaves, structure = nests.flatten(nest)
     arrays = _dense_arrays(call, leaves, structure, operation)
     operation.check(call, arrays)
@@ -497,13 +553,13 @@ def _describe(call: CollectiveCall, nest: Any, operation: FromRoot) -> dict[str,
 
 
 def _skeleton(kind: str, nest: Any) -> str:
-    """Return a nest with numbers in place of its leaves, as text."""
+    """Return a nest with numbers in place of its leaves, as a string."""
     leaves, structure = nests.flatten(nest)
     return as_text(kind, nests.unflatten(structure, range(len(leaves))))
 
 
 def _stand_in(own: Device, form: str, dtype: str, shape: list[int], is_in_graph: bool) -> Any:
-    """Return zeros of the form of a leaf on the root."""
+    """Return zeros of the same form as a leaf on the root."""
     if form.startswith("torch."):
         name, _, device = form.partition(" on ")
         return tensor_of_zeros(shape, name, device, is_in_graph)

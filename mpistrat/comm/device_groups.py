@@ -1,4 +1,4 @@
-"""Kernels that work on many arrays of a device: one launch for each group of arrays."""
+"""Kernels that work on many arrays of a device: one launch per group of arrays."""
 
 from __future__ import annotations
 
@@ -12,31 +12,32 @@ from mpistrat.arrays import Array
 from mpistrat.cuda_api import launch_kernel
 
 THREADS = 256
-"""Of each block."""
+"""Number of threads of each block."""
 _MAX_ARRAYS = 64
-"""How many arrays one launch takes: their addresses travel as a parameter, of at most 4 KiB."""
+"""Most arrays per launch: the table of their addresses is a parameter, of at most 4 KiB."""
 _COPIED_BY_BLOCK = 16 * THREADS
-"""Elements."""
+"""Number of elements that one block copies."""
 
 
 def addresses_on_device(arrays: Sequence[Any]) -> list[int]:
-    """Return where the memory of each CuPy array begins."""
+    """Return the start address of each CuPy array."""
     return [array.data.ptr for array in arrays]
 
 
 class Launch:
     """A launch of a kernel on one group of arrays, of which only some addresses change."""
 
-    # The device copies the table when a kernel is launched, so it can be written to again at once.
+    # The device copies the table when a kernel is launched, so the host can change it again at
+    # once.
 
     def __init__(self, part: slice, columns: Sequence[Sequence[int]], per_block: int) -> None:
         # The first column has the sizes of the arrays in elements, the second one the addresses
-        # that change; the other addresses stay.
+        # that change; the addresses in the other columns stay the same.
         count = len(columns[0])
         self.part = part
-        """Which of all arrays these are."""
+        """Which of all arrays belong to this group."""
         self.num_blocks = [-(-size // per_block) for size in columns[0]]
-        """Of each array."""
+        """Number of blocks of each array."""
         self.grid = sum(self.num_blocks)
         self._count = np.int32(count)
         self._table = np.zeros(1, table_dtype(len(columns)))
@@ -55,7 +56,7 @@ class Launch:
 
 
 def launches_for(sizes: Sequence[int], per_block: int, *fixed: Sequence[int]) -> list[Launch]:
-    """Return the launches for arrays of `sizes`; each of `fixed` has addresses that stay."""
+    """Return the launches for arrays of `sizes`; `fixed` are columns of constant addresses."""
     parts = [slice(begin, begin + _MAX_ARRAYS) for begin in range(0, len(sizes), _MAX_ARRAYS)]
     return [
         Launch(part, [each[part] for each in (sizes, [0] * len(sizes), *fixed)], per_block)
@@ -65,7 +66,7 @@ def launches_for(sizes: Sequence[int], per_block: int, *fixed: Sequence[int]) ->
 
 @functools.lru_cache
 def table_dtype(num_columns: int) -> np.dtype:
-    """Return the dtype of sizes and addresses as the kernels take them."""
+    """Return the dtype of the table of sizes and addresses that the kernels take."""
     fields = [
         ("columns", np.int64, (num_columns, _MAX_ARRAYS)),
         ("first_block", np.uint32, (_MAX_ARRAYS + 1,)),
@@ -77,7 +78,7 @@ def grouped_source(
     name: str, columns: int, per_block: int, parameters: Sequence[str], found: str, body: str
 ) -> str:
     """Return a kernel whose blocks each work on a part of one array."""
-    # Written so that a C compiler takes it too: the tests run it without a GPU.
+    # The code also compiles as C: the tests run it without a GPU.
     declared = ", ".join(["const Table table", "const int count", *parameters])
     return f"""
 typedef struct {{
@@ -98,15 +99,15 @@ extern "C" __global__ void {name}({declared}) {{
 
 
 _WORDS = {1: "unsigned char", 2: "unsigned short", 4: "unsigned", 8: "unsigned long long"}
-"""In what elements are copied, by the alignment of their dtype."""
+"""Types of the elements to copy, by the alignment of the dtype."""
 
 
 class Join:
-    """Copies arrays one behind the other into one array of their dtype, all on one device."""
+    """Copies arrays one behind the other into one array of their dtype, on the same device."""
 
     def __init__(self, sizes: Sequence[int], target: Array) -> None:
         itemsize = target.dtype.itemsize
-        # A complex number is aligned as its parts are, so the kernel copies these.
+        # A complex number is aligned like its parts, so the kernel copies the parts.
         word = itemsize // 2 if target.dtype.kind == "c" else itemsize
         self._source = join_source(word)
         (begin,) = addresses_on_device([target])
@@ -115,7 +116,7 @@ class Join:
         self._launches = launches_for(words, _COPIED_BY_BLOCK, starts.tolist())
 
     def __call__(self, arrays: Sequence[Array]) -> None:
-        """Copy `arrays`, in C order and of the sizes given, on the current device."""
+        """Copy `arrays`, in C order and of the sizes passed before, on the current device."""
         addresses = addresses_on_device(arrays)
         for launch in self._launches:
             launch(self._source, addresses)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _NUM_BUFFERS = 3
 _MAX_PART_BYTES = 4 * 2**20
 _MIN_PART_BYTES = 2**18
-"""Below, it costs more to begin a copy than to do it."""
+"""For fewer bytes, beginning a copy costs more than the copy."""
 _NUMBERS = ("i1", "u1", "i4", "u4", "i8", "u8", "f4", "f8")
 _TRIED_LENGTH = 1000
 _CONNECT_LIMIT_S = 120.0
@@ -37,21 +37,21 @@ _CONNECT_LIMIT_S = 120.0
 class Link(Protocol):
     """Reduces real numbers between devices. **Collective**, in one order on all ranks."""
 
-    # The functions returned are called once; then the device, not the host, waits for the end.
+    # Each returned function is called once; then the device waits for the end, not the host.
 
     size: int
 
     def waits_since(self) -> float | None:
-        """Return when the oldest reduction that has not ended was begun, by the monotonic clock."""
+        """Return when the oldest unfinished reduction began, by the monotonic clock."""
 
     def abort(self, error: CollectiveTimeoutError) -> None:
-        """End all reductions, with anything as result; those that follow raise `error`."""
+        """End all reductions, with undefined results; later ones raise `error`."""
 
     def all_reduce(self, op: ReduceOp, source: Array, target: Array) -> Callable[[], object]:
         """Begin to write the reduction of `source` to `target`, which may be the same array."""
 
     def reduce(self, op: ReduceOp, source: Array, target: Array, root: int) -> Callable[[], object]:
-        """Begin to do so on `root` alone."""
+        """Begin to do so, but only on `root`."""
 
 
 class NcclLink:
@@ -60,13 +60,13 @@ class NcclLink:
     @classmethod
     def connect(cls, comm: MPI.Intracomm, device: Device) -> NcclLink | str:
         """Return a link between the devices of all ranks, or why there is none. **Collective**."""
-        # Nothing is raised, because the other ranks wait. NCCL itself would wait forever where two
-        # ranks share a GPU: the caller has excluded that.
+        # Nothing is raised, because the other ranks wait. If two ranks share a GPU, NCCL would wait
+        # forever: the caller has excluded that.
         own = _attempt(lambda: nccl_library().get_unique_id() if comm.rank == 0 else None)
         unique = comm.bcast(own)
         if isinstance(unique, str):
             return f"rank 0: {unique}"
-        # ncclCommInitRank waits for all ranks: none may enter it unless all can.
+        # ncclCommInitRank waits for all ranks: no rank may enter it unless all can.
         unready = _attempt(lambda: cls._prepare(device))
         why_not = _first_failure(comm.allgather(unready))
         if why_not:
@@ -85,12 +85,12 @@ class NcclLink:
 
     @classmethod
     def _try(cls, device: Device, unique: tuple[int, ...], size: int, rank: int) -> NcclLink:
-        """Return a link that has been tried. **Collective**."""
+        """Return a link that has been tested. **Collective**."""
         xp = device.namespace()
         link = cls(device, nccl_library().NcclCommunicator(size, unique, rank), size)
         numbers = xp.full(_TRIED_LENGTH, rank + 1, dtype=np.int32)
-        # Tried once with numbers whose sum is known: NCCL may connect and then hang or return wrong
-        # sums.
+        # Tested once with numbers whose sum is known: NCCL may connect and then hang or return
+        # wrong sums.
         link.all_reduce(ReduceOp.SUM, numbers, numbers)()
         if not bool((numbers == size * (size + 1) // 2).all()):
             raise RuntimeError("NCCL has returned wrong numbers")
@@ -107,7 +107,7 @@ class NcclLink:
         self._failure: CollectiveTimeoutError | None = None
 
     def waits_since(self) -> float | None:
-        """Return when the oldest reduction that has not ended was begun. Called by any thread."""
+        """Return when the oldest unfinished reduction began. Called by any thread."""
         # `_queue` replaces the list and never shortens it in place, so any thread may read it.
         for done, began_s, *_ in list(self._under_way):
             if not done.done:
@@ -115,9 +115,10 @@ class NcclLink:
         return None
 
     def abort(self, error: CollectiveTimeoutError) -> None:
-        """End all reductions, with anything as result; those that follow raise `error`."""
-        # Called by a thread that is not the program's.
-        # Before the abort: waits that it ends then raise, and do not return the wrong numbers.
+        """End all reductions, with undefined results; later ones raise `error`."""
+        # Called by a watching thread, not by the program's thread.
+        # Set before the abort: waits that the abort ends then raise, and do not return wrong
+        # numbers.
         self._failure = error
         with self._device.current():
             self._communicator.abort()
@@ -145,7 +146,7 @@ class NcclLink:
                 *(getattr(library, f"NCCL_{op.name}"), *root, stream.pointer),
             )
             done = stream.record()
-        # CuPy would use the memory again at once, where the user has dropped the handle.
+        # Otherwise CuPy would reuse the memory at once if the user has dropped the handle.
         self._under_way = [entry for entry in self._under_way if not entry[0].done]
         self._under_way.append((done, time.monotonic(), source, target))
 
@@ -162,12 +163,12 @@ class NcclLink:
 
 
 class NcclReducer:
-    """Reduces messages by NCCL, without a wait on the host."""
+    """Reduces messages by NCCL; the host does not wait."""
 
     @staticmethod
     def knows(op: ReduceOp, dtype: np.dtype) -> bool:
-        """Return whether NCCL can reduce what travels as `dtype` by `op`."""
-        if dtype.kind == "c":  # added part by part
+        """Return whether NCCL can reduce `dtype` in messages by `op`."""
+        if dtype.kind == "c":  # its parts are added separately
             return dtype.itemsize <= 16 and MOVES_AS[op] is ReduceOp.SUM
         return f"{dtype.kind}{dtype.itemsize}" in _NUMBERS
 
@@ -198,20 +199,20 @@ class NcclReducer:
 
 
 def _as_real(array: Array) -> Array:
-    """Return the numbers of `array` as a 1-d view, complex ones as two."""
+    """Return the numbers of `array` as a 1-d view, each complex number as two real ones."""
     flat = array.reshape(-1)
     return flat.view(np.dtype(f"f{flat.itemsize // 2}")) if flat.dtype.kind == "c" else flat
 
 
 def _first_failure(failures: Sequence[str | None]) -> str:
-    """Return who has failed first and why, of the text of each rank; empty if none has."""
+    """Return which rank has failed first and why, from the text of each; empty if none has."""
     named = (f"rank {rank}: {text}" for rank, text in enumerate(failures) if text is not None)
     return next(named, "")
 
 
 def _within(limit_s: float, function: Callable[[], Any]) -> Any:
-    """Return what `_attempt` does, or a text where it takes longer than the limit."""
-    # NCCL waits forever if another rank fails inside. The thread stays behind then.
+    """Return the result of `_attempt`, or an error message if it takes longer than the limit."""
+    # NCCL waits forever if a different rank fails inside. The thread is then left behind.
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(_attempt(function)), daemon=True)
     thread.start()
@@ -220,10 +221,10 @@ def _within(limit_s: float, function: Callable[[], Any]) -> Any:
 
 
 def _attempt(function: Callable[[], Any]) -> Any:
-    """Return the value of `function`, or the text of its exception."""
+    """Return the value of `function`, or the message of its exception."""
     try:
         return function()
-    except Exception as error:  # the others wait for an answer, whatever happens here
+    except Exception as error:  # the other ranks wait for an answer, whatever happens
         return f"{type(error).__name__}: {error}"
 
 
@@ -231,27 +232,27 @@ class _Event(Protocol):
     """The end of a copy."""
 
     def synchronize(self) -> object:
-        """Wait for it."""
+        """Wait until the copy has ended."""
 
 
 class _Copier(Protocol):
-    """Copies between the host and a device, beside what the program does there."""
+    """Copies between the host and a device, in parallel with the program's work there."""
 
     def buffer(self, size: int, dtype: np.dtype) -> np.ndarray:
-        """Return a 1-d host array with anything in it, from which copies are fast."""
+        """Return a 1-d host array with undefined content, from which copies are fast."""
 
     def begin(self) -> None:
-        """Have each `fetch` that follows wait for the program's work queued on the device."""
-        # A `put` comes after a `fetch` that has waited, so it need not wait itself.
+        """Let each later `fetch` wait for the program's work that is queued on the device."""
+        # A `put` always follows a `fetch` that has waited, so it need not wait itself.
 
     def fetch(self, target: np.ndarray, source: Array, after: _Event | None = None) -> _Event:
-        """Begin to copy `source`, on the device, to the host; not before `after`, a `put`."""
+        """Begin to copy `source` from the device to the host, after the `put` called `after`."""
 
     def put(self, target: Array, source: np.ndarray) -> _Event:
         """Begin to copy `source`, part of a `buffer`, to `target` on the device."""
 
     def end(self) -> None:
-        """Have what the program queues from now on wait for all that was `put`."""
+        """Let the program's later work on the device wait for all that was `put`."""
 
 
 def part_bytes(num_bytes: int) -> int:
@@ -260,7 +261,7 @@ def part_bytes(num_bytes: int) -> int:
 
 
 def plan_parts(num_elements: int, itemsize: int) -> list[slice]:
-    """Divide a message into parts that go through the buffers one behind the other."""
+    """Divide a message into parts that are copied through the buffers one after the other."""
     return cut(num_elements, part_bytes(num_elements * itemsize) // itemsize)
 
 
@@ -288,7 +289,7 @@ class StagedReducer:
         copier = self._copier
         copier.begin()
         host = copier.buffer(source.size, source.dtype)
-        # The reduction reads the host copy at once, so that must be complete before it begins.
+        # The reduction reads the host copy at once, so the copy must be complete before it begins.
         copier.fetch(host, source).synchronize()
         wait = self._reducer.start_all_reduce(op, Message([host], [host], self._pool))
 
@@ -300,8 +301,8 @@ class StagedReducer:
         return end
 
     def _in_parts(self, message: Message, reduce_part: Callable[[Message], None]) -> None:
-        # A pipeline: while one part is reduced on the host, the next ones are fetched and the one
-        # before is put back. A few buffers are used in turn.
+        # A pipeline: while one part is reduced on the host, the next parts are fetched and the
+        # previous one is copied back. A few buffers are used in turn.
         source, target = message.sources[0].reshape(-1), message.targets[0].reshape(-1)
         parts = plan_parts(source.size, source.itemsize)
         copier = self._copier
@@ -313,12 +314,12 @@ class StagedReducer:
         def fetch(number: int) -> tuple[np.ndarray, _Event]:
             part, round_ = parts[number], len(buffers)
             host = buffers[number % round_][: part.stop - part.start]
-            # The buffer may still be read by the copy that used it last.
+            # The last copy that used the buffer may still be reading it.
             after = puts[number - round_] if number >= round_ else None
             return host, copier.fetch(host, source[part], after)
 
-        # One buffer less than there are: the last one is being put back, and `fetch` would have to
-        # wait for that.
+        # One fewer than there are buffers: the last buffer is being copied back, and `fetch` would
+        # have to wait for that.
         ahead = len(buffers) - 1
         coming = deque(fetch(number) for number in range(ahead))
         for number, part in enumerate(parts):
@@ -332,9 +333,9 @@ class StagedReducer:
 
 
 class DirectReducer:
-    """Gives the transport the device memory itself, in blocking collectives."""
+    """Passes device memory itself to the transport, in blocking collectives."""
 
-    # Nonblocking ones take no device memory in Open MPI, so `staged` does those.
+    # Nonblocking collectives of Open MPI do not accept device memory, so `staged` does those.
 
     def __init__(self, transport: Transport, staged: Reducer) -> None:
         self._whole = MpiReducer(transport)
@@ -371,9 +372,9 @@ class DeviceCopier:
             return pinned_empty(size, dtype)
 
     def begin(self) -> None:
-        """Have every `fetch` that follows wait for the current stream."""
+        """Let every later `fetch` wait for the current stream."""
         with self._device.current():
-            # On the device: the host does not wait for the kernels of the program here.
+            # The device waits: the host does not wait for the program's kernels here.
             self._fetching.wait_event(Stream.current().record())
 
     def fetch(self, target: np.ndarray, source: Array, after: Any = None) -> Any:
@@ -389,34 +390,35 @@ class DeviceCopier:
         with self._device.current():
             self._putting.copy(target, source)
             done = self._putting.record()
-        # The pool of page-locked memory knows no events: what is still read may not go back to it.
+        # The pool of page-locked memory does not know events: memory that is still being read must
+        # not be returned to it.
         self._under_way = [each for each in self._under_way if not each[0].done]
         self._under_way.append((done, source))
         return done
 
     def end(self) -> None:
-        """Have the current stream wait for every `put`."""
+        """Let the current stream wait for every `put`."""
         with self._device.current():
             Stream.current().wait_event(self._putting.record())
 
 
 @dataclass(frozen=True)
 class DeviceCapabilities:
-    """What a strategy may do with device memory, equal on all ranks except for the objects."""
+    """What a strategy may do with device memory; equal on all ranks, except for the objects."""
 
     device: Device
-    """On which the replica of this rank computes."""
+    """Device on which the replica of this rank computes."""
     copier: _Copier | None = None
-    """For copies to the host and back; ``None`` where not every rank computes on a device. Device
-    arrays are then host arrays, copied whole."""
+    """Copies to the host and back; ``None`` unless every rank computes on a device. Without it,
+    device arrays are copied to the host as a whole."""
     why_not_mpi: str = ""
-    """Why MPI may not be given the arrays themselves; empty where it may."""
+    """Why MPI may not get the device arrays themselves; empty if it may."""
     why_not_nccl: str = "the replica computes on the host"
-    """Why NCCL cannot be used; empty where it can."""
+    """Why NCCL cannot be used; empty if it can."""
     link: Link | None = None
-    """The communicator of NCCL, where it can be used."""
+    """The communicator of NCCL, if it can be used."""
     of_ranks: Sequence[Device] = ()
-    """The device of each rank, empty where all are like that of this one."""
+    """The device of each rank, empty if all are like this rank's device."""
 
     @classmethod
     def solo(cls, device: Device) -> DeviceCapabilities:
@@ -431,17 +433,18 @@ class DeviceCapabilities:
         return self.copier is not None or bool(self.why_not_mpi)
 
     def device_of(self, rank: int) -> Device:
-        """Return on which device a rank computes."""
+        """Return the device on which a rank computes."""
         return self.of_ranks[rank] if self.of_ranks else self.device
 
     def places(self, arrays: Sequence[Array]) -> tuple[bool, ...]:
-        """Return which of `arrays` are in device memory, and travel as such; ``()``: none."""
-        # The ranks agree on it, because arrays on devices have other reducers than those on hosts.
+        """Return which of `arrays` are in device memory and are sent from there; ``()``: none."""
+        # The ranks agree on this, because arrays on devices have different reducers from those on
+        # hosts.
         if self.copier is None:
             return ()
         places = tuple([self.is_on_device(array) for array in arrays])
         return places if any(places) else ()
 
     def is_on_device(self, array: Any) -> bool:
-        """Return whether `array` lies in the memory of this rank's device."""
+        """Return whether `array` is in the memory of this rank's device."""
         return not is_on_host(array) and bool(array.device.id == self.device.index)

@@ -1,4 +1,4 @@
-"""Hierarchical reduction: within nodes, then over them; its threshold."""
+"""Hierarchical reduction: within nodes, then between them; and its threshold."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mpistrat.system.cpu import mask_of_cores, own_cores
 
 
 class _Attached(NamedTuple):
-    """A message whose first block was copied in, and what `Message.whole` returned for it."""
+    """A message whose first block was copied in, and the result of its `Message.whole`."""
 
     message: Message
     source: np.ndarray
@@ -38,10 +38,11 @@ class HierarchicalReducer:
     """Reduces messages within each node in shared memory, and between nodes by MPI."""
 
     # As in Horovod's hierarchical allreduce: each rank of a node owns a slice, which it reduces
-    # with the ranks of other nodes that own the same one. The smallest node limits the slices.
+    # with the ranks of other nodes that own the same slice. The smallest node limits the number of
+    # slices.
 
     min_bytes = 0
-    keeps_order = False  # between nodes it is MPI's
+    keeps_order = False  # between nodes MPI selects the order
 
     def __init__(
         self,
@@ -67,19 +68,19 @@ class HierarchicalReducer:
         return compiled_function(op, dtype) is not None
 
     def attach(self, message: Message) -> None:
-        """Copy in the first block of `message`, so that nobody waits for it after the agreement."""
+        """Copy in the first block of `message`: then no rank waits for it after the agreement."""
         self._attached = _Attached(message, *message.whole())
         if message.num_bytes:
             self._contribute(address_of(self._attached.source), message.num_bytes)
 
     def detach(self) -> None:
-        """Withdraw what was attached last."""
+        """Withdraw the message that was attached last."""
         if self._attached is not None and self._attached.message.num_bytes:
             self.withdraw()
         self._attached = None
 
     def way(self, op: ReduceOp, dtype: np.dtype, num_bytes: int) -> dict[str, int]:
-        """Return the numbers with which compiled code reduces an array of one block by `op`."""
+        """Return the parameters with which compiled code reduces an array of one block by `op`."""
         function = compiled_function(op, dtype)
         if function is None or num_bytes > self._memory.BLOCK_BYTES:
             return {}
@@ -93,15 +94,15 @@ class HierarchicalReducer:
         }
 
     def check(self) -> None:
-        """Raise where a wait of compiled code has ended because ranks leave."""
+        """Raise if a wait of compiled code has ended because ranks leave."""
         self._memory.reductions.check()
 
     def withdraw(self) -> None:
-        """Withdraw what compiled code has attached."""
+        """Withdraw the data that compiled code has attached."""
         self._memory.library.reduce_withdraw(self._memory.reductions.pointer)
 
     def ready(self, op: ReduceOp, dtype: np.dtype) -> Callable[[np.ndarray], object]:
-        """Return what reduces a slice of `dtype` over nodes."""
+        """Return a function that reduces a slice of `dtype` over nodes."""
         operator, peers = mpi_operator(op, np.empty(0, dtype)), self._peers
 
         def reduce(own: np.ndarray) -> None:
@@ -127,18 +128,18 @@ class HierarchicalReducer:
         attached.split()
 
     def reduce(self, op: ReduceOp, message: Message, root: int) -> None:
-        """Reduce each array of `message`, on every rank: that costs no more. **Collective**."""
+        """Reduce each array of `message`, on every rank: it costs the same. **Collective**."""
         self.all_reduce(op, message)
 
     def start_all_reduce(self, op: ReduceOp, message: Message) -> Callable[[], object]:
-        """Leave `message` to MPI: no other thread may send. **Collective**."""
+        """Let MPI reduce `message`: no other thread may send. **Collective**."""
         return self._otherwise.start_all_reduce(op, message)
 
     def drain(self) -> None:
-        """Do nothing: nothing is under way."""
+        """Do nothing: no reduction is pending."""
 
     def revoke(self) -> None:
-        """Have every rank leave its waits in the communicator of the ranks with the same slice."""
+        """Let every rank leave its waits in the communicator of the ranks with the same slice."""
         revoke(self._peers)
 
     def close(self) -> None:
@@ -166,7 +167,7 @@ class HierarchicalReducer:
         memory.reductions.check()
         own = memory.view(*place).view(dtype)
         # The slice is reduced in place, in this rank's half: the other ranks of the node read it
-        # after the next step, to which only `collect_slices` arrives.
+        # after the next step, at which only `collect_slices` arrives.
         if own.size:  # the ranks without a slice have no peers
             self.ready(op, dtype)(own)
         library.collect_slices(sequence, slices, target, num_bytes)
@@ -176,16 +177,16 @@ class HierarchicalReducer:
 _TRIED_BYTES = (2**18, 2**14, 2**6)
 _REPETITIONS = 10
 _BUDGET_S = 0.02
-"""How long to repeat one reduction, if the first one took as long as the others will."""
+"""How long to repeat one reduction, if the others take as long as the first."""
 _ADVANTAGE = 1.2
-"""How much slower shared memory must be to leave it to MPI: times differ by chance."""
+"""How much slower shared memory must be before MPI is used instead: times vary by chance."""
 
 _Reduce = Callable[[ReduceOp, Message], None]
 
 
 @dataclass(frozen=True)
 class _Sharing:
-    """Memory that ranks share, and its reducer."""
+    """Memory that ranks share, and the reducer that uses it."""
 
     memory: NodeMemory
     reducer: NodeReducer
@@ -194,19 +195,19 @@ class _Sharing:
 
 
 class _Facts(NamedTuple):
-    """What a rank says before memory is shared."""
+    """What the ranks tell each other before they share memory."""
 
     num_mates: int
     """How many ranks are on its node."""
     has_library: bool
     place: Place | None
-    """Of the memory, from the first rank of a node."""
+    """Place of the memory, from the first rank of a node."""
     cores: int
-    """Mask of those that it may use."""
+    """Mask of the cores that the rank may use."""
     asked_bytes: int
-    """`shared_min_bytes` of the settings, -1 without."""
+    """`shared_min_bytes` of the settings, -1 if not set."""
     known_bytes: int
-    """What was measured before for as many ranks, -1 without."""
+    """Threshold measured before for the same number of ranks, -1 if there is none."""
     has_fast_paths: bool
     """`fast_paths` of the settings."""
 
@@ -216,7 +217,7 @@ def share_memory(
 ) -> tuple[_Sharing | None, bool]:
     """Return memory that the ranks of each node share, and whether any fast path is wanted.
 
-    There is no memory where each rank has its own node, or a rank wants none. **Collective**.
+    There is no memory if each rank has its own node, or if a rank wants none. **Collective**.
     """
     chosen = settings_at_the_end()
     if comm.size == 1:
@@ -226,7 +227,7 @@ def share_memory(
     is_first = comm.rank == node[0] and num_mates > 1 and has_library and chosen.fast_paths
     offer = NodeMemory.offer(num_mates) if is_first else None
     asked = chosen.shared_min_bytes
-    # As few messages as possible: with more ranks than cores, each takes long.
+    # As few messages as possible: with more ranks than cores, each message takes long.
     own = _Facts(
         num_mates,
         has_library,
@@ -241,11 +242,11 @@ def share_memory(
     memory, has_fast_paths = None, all(each.has_fast_paths for each in facts)
     if max(sizes) > 1 and has_fast_paths and all(each.has_library for each in facts):
         memory = _open([facts[each] for each in node], node.index(comm.rank))
-        # On all ranks or on none: one that cannot map the memory would wait in MPI for ranks that
-        # wait in the memory.
+        # On all ranks or on none: a rank that cannot map the memory would wait in MPI for ranks
+        # that wait in the memory.
         if not all_of(comm, memory is not None):
             memory = None
-    # Only now: every rank of the node has opened the file, or has failed to.
+    # Only now, because by now every rank of the node has opened the file, or has failed to.
     if offer is not None:
         offer.close()
     if memory is None:
@@ -256,13 +257,13 @@ def share_memory(
         reducer = SharedMemoryReducer(memory, occupancy)
     else:
         reducer = HierarchicalReducer(memory, comm, min(sizes), otherwise, occupancy)
-    # A few milliseconds now, because no rule says from which size on shared memory is faster: but
-    # where ranks share cores, it is, since MPI keeps the cores while it waits.
+    # This takes a few milliseconds. No rule says from which size on shared memory is faster. But if
+    # ranks share cores, it always is, since MPI keeps the cores while it waits.
     min_bytes = max(each.asked_bytes for each in facts)
     if min_bytes >= 0 or (holds_all and memory.shares_cores):
         reducer.min_bytes = max(min_bytes, 0)
     else:
-        # Ranks have been in other groups before.
+        # Thresholds that the ranks have measured before, in groups of the same size.
         before = [each.known_bytes for each in facts]
         # Measuring is collective, and the ranks may have been in different groups so far. If one of
         # them has measured nothing yet, all measure.
@@ -273,9 +274,9 @@ def share_memory(
 
 
 def _open(facts: Sequence[_Facts], local_rank: int) -> NodeMemory | None:
-    """Return the memory of the ranks with these `facts`, ``None`` where it cannot be had."""
+    """Return the memory of the ranks with these `facts`, ``None`` if it is not available."""
     place, cores = facts[0].place, 0
-    # The ranks of a node may be bound to different cores: what counts is how many they have
+    # The ranks of a node may be bound to different cores: what matters is how many they have
     # together.
     for each in facts:
         cores |= each.cores
@@ -285,19 +286,19 @@ def _open(facts: Sequence[_Facts], local_rank: int) -> NodeMemory | None:
 
 
 _measured: dict[int, int] = {}
-"""What `_measure` has found, by the number of ranks: a program may make thousands of groups."""
+"""Results of `_measure` by the number of ranks: a program may create thousands of groups."""
 
 
 def _measure(comm: MPI.Intracomm, shared: _Reduce, otherwise: _Reduce) -> int:
-    """Return the smallest size tried from which on shared memory was faster, for all ranks."""
+    """Return the smallest tested size from which on shared memory was faster, for all ranks."""
     pool = Pool()
     min_bytes = 2 * max(_TRIED_BYTES)
     for num_bytes in _TRIED_BYTES:
         source = np.zeros(num_bytes // 4, np.float32)
         message = Message([source], [np.zeros_like(source)], pool)
         times_s = np.array([_shortest_s(comm, reduce, message) for reduce in (shared, otherwise)])
-        # Each rank must draw the same conclusion. With different thresholds, some ranks would wait
-        # in MPI for others that wait in shared memory.
+        # Each rank must reach the same result. With different thresholds, some ranks would wait in
+        # MPI for ranks that wait in shared memory.
         comm.Allreduce(MPI.IN_PLACE, times_s, MPI.SUM)
         if times_s[0] > _ADVANTAGE * times_s[1]:
             break
@@ -309,9 +310,9 @@ def _shortest_s(comm: MPI.Intracomm, reduce: _Reduce, message: Message) -> float
     began = time.perf_counter()
     reduce(ReduceOp.SUM, message)
     first_s: float = comm.allreduce(time.perf_counter() - began, MPI.MAX)
-    # `first_s` is the same on all ranks, and so is the number of repetitions.
+    # `first_s` is the same on all ranks, so the number of repetitions is too.
     times_s = []
-    # Many ranks that share a core take turns, for as long as a second in all.
+    # If many ranks share a core, they take turns, up to a second in total.
     for _ in range(min(_REPETITIONS, 1 + int(_BUDGET_S / first_s))):
         comm.Barrier()
         began = time.perf_counter()

@@ -1,7 +1,7 @@
-"""Messages between two ranks: a header with buffers beside it, and a probe loop with back-off.
+"""Messages between two ranks: a header, separate buffers, and a probe loop with back-off.
 
-Nothing here waits for one rank alone, so that a rank that is stopped or dead holds nobody up: sends
-and receives are nonblocking, and `Messenger.poll` makes progress with all of them.
+No call here waits for a single rank, so a stopped or dead rank does not block the others: sends and
+receives are nonblocking, and `Messenger.poll` makes progress with all of them.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ _HEAD = struct.Struct("<iiiqq")
 _LENGTH = struct.Struct("<q")
 
 _INLINE_BYTES = 2048
-"""What travels in the header, which every library sends without waiting for the receiver."""
+"""Most bytes of payload in the header; all libraries send that without waiting for the receiver."""
 
 _BYTE = np.dtype(np.uint8)
 
 
 @dataclass(slots=True)
 class Message:
-    """What one rank sends to another."""
+    """A message from one rank to another."""
 
     source: int
     lane: int
-    """The tag: messages of one lane may be asked for alone."""
+    """The tag: a receiver may ask for messages of only one lane."""
     kind: int
     number: int
-    """Of the request that this is, or answers."""
+    """Number of the request that this is, or answers."""
     body: Any
-    """Bytes."""
+    """The body as bytes."""
     buffers: list[np.ndarray]
-    """Of bytes, each in its own memory, which the receiver may keep."""
+    """Byte arrays, each in its own memory, which the receiver may keep."""
 
 
 class Sending:
-    """A message on its way."""
+    """A message that is being sent."""
 
     __slots__ = ("destination", "kept", "requests")
 
@@ -58,10 +58,10 @@ class Sending:
         self.destination = destination
         self.requests = requests
         self.kept = kept
-        """What MPI still reads."""
+        """Objects whose memory MPI still reads."""
 
     def is_done(self) -> bool:
-        """Return whether the memory that was sent may be written to."""
+        """Return whether the memory of the message may be written to again."""
         if self.requests and MPI.Request.Testall(self.requests):
             self.requests, self.kept = [], []
         return not self.requests
@@ -69,17 +69,17 @@ class Sending:
 
 @dataclass(slots=True)
 class _Arriving:
-    """A message whose header is here, and buffers that are not."""
+    """A message whose header has arrived, and whose buffers have not."""
 
     message: Message
     requests: list[MPI.Request]
 
 
 class BackOff:
-    """The pauses of a loop that finds nothing to do: first none, then ever longer ones."""
+    """The pauses of a loop that finds nothing to do: first none, then longer and longer ones."""
 
-    # A rank that is asked often answers within microseconds, and one that waits for long leaves
-    # its core to others. Where ranks share cores, none of them spins.
+    # A rank that is asked often answers within microseconds; a rank that waits for long leaves its
+    # core to others. If ranks share cores, none of them spins.
 
     _PLAN_NS = ((1_000_000, 0.0), (20_000_000, 50e-6), (1_000_000_000, 200e-6))
     _LONG_S = 1e-3
@@ -89,11 +89,11 @@ class BackOff:
         self._since_ns = 0
 
     def reset(self) -> None:
-        """Begin again, as there was something to do."""
+        """Begin again with no pause, because there was something to do."""
         self._since_ns = 0
 
     def rest(self) -> None:
-        """Pause for as long as is right by now."""
+        """Pause, the longer the more often there was nothing to do."""
         now = time.monotonic_ns()
         if not self._since_ns:
             self._since_ns = now
@@ -108,23 +108,23 @@ class BackOff:
 
 
 class Messenger:
-    """Sends and receives the messages of one rank. Making and freeing one is **Collective**.
+    """Sends and receives the messages of one rank. Creating and freeing one is **Collective**.
 
-    `lost` are the ranks that have died, where the MPI library reports it; others never are.
+    `lost` are the ranks that have died, if the MPI library reports it; otherwise it stays empty.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._headers = comm.Dup()
         self._payloads = comm.Dup()
-        """A separate communicator, so that no probe for headers finds them."""
+        """A separate communicator, so that no probe for headers finds the payloads."""
         self._next_tags = [0] * comm.size
         """The tag of the next message with payloads to each rank."""
-        # MPI guarantees tags up to 32767 only (MPI 4.1, section 9.1.2), so they are used in turn.
+        # MPI guarantees only tags up to 32767 (MPI 4.1, section 9.1.2), so they are reused in turn.
         self._num_tags = largest_tag() + 1
         self.rank, self.size = comm.rank, comm.size
         self.lost: set[int] = set()
         self.on_loss: Callable[[list[int]], object] | None = None
-        """Called with the ranks that are lost, when that is noticed."""
+        """Called with the lost ranks, as soon as a loss is noticed."""
         self._pool = Pool()
         self._sending: list[Sending] = []
         self._arriving: list[_Arriving] = []
@@ -141,7 +141,7 @@ class Messenger:
         body: Any = b"",
         buffers: Sequence[np.ndarray] = (),
     ) -> Sending:
-        """Begin to send; `buffers` in C order must not be written to before it is done."""
+        """Begin to send; do not write to `buffers`, which are in C order, before it is done."""
         flat = [each.reshape(-1).view(_BYTE) if each.size else _NOTHING for each in buffers]
         if len(body) > _INLINE_BYTES:
             flat.append(np.frombuffer(body, np.uint8))
@@ -157,7 +157,7 @@ class Messenger:
             parts += [each.tobytes() for each in flat]
         header = b"".join(parts)
         sending = Sending(destination, [], [header, flat])
-        # Checked before MPI is called, which would raise for each further message to a dead rank.
+        # Checked before the call of MPI, which would raise for each further message to a dead rank.
         if destination in self.lost:
             return Sending(destination, [], [])
         try:
@@ -179,8 +179,9 @@ class Messenger:
 
     def _take_tag(self, destination: int) -> int:
         """Return the tag by which the receiver of a header finds the payloads of that message."""
-        # A receiver may ask for one lane only, and so read the headers of a rank in a different
-        # order than they were sent in. Without a tag, each would get the payloads of the other.
+        # A receiver may ask for only one lane, and so read the headers of a rank in a different
+        # order from the order of sending. Without a tag, two messages would get each other's
+        # payloads.
         tag = self._next_tags[destination]
         self._next_tags[destination] = (tag + 1) % self._num_tags
         return tag
@@ -214,7 +215,7 @@ class Messenger:
     def _begun(
         self, source: int, lane: int, header: memoryview, asked: int, lane_asked: int
     ) -> Message | None:
-        """Return the message of a header, or ``None`` while its buffers are coming."""
+        """Return the message of a header, or ``None`` while its buffers are still arriving."""
         kind, count, tag, number, length = _HEAD.unpack_from(header)
         at = _HEAD.size + count * _LENGTH.size
         sizes = [size for (size,) in _LENGTH.iter_unpack(header[_HEAD.size : at])]
@@ -228,11 +229,11 @@ class Messenger:
             if not self._arriving:
                 return _complete(message, length)
             self._arriving.append(_Arriving(_complete(message, length), []))
-            return self._arrived(asked, lane_asked)  # one that was sent before goes first
+            return self._arrived(asked, lane_asked)  # an earlier message is returned first
         requests: list[MPI.Request] = []
         buffers = [self._pool.take((size,), _BYTE) for size in sizes]
         message.buffers += buffers
-        # Noted before the first receive: where the sender is lost, its memory must stay.
+        # Noted before the first receive: if the sender is lost, the memory must stay valid.
         self._arriving.append(_Arriving(_complete(message, length), requests))
         for buffer in buffers:
             requests += [self._payloads.Irecv(part, source, tag) for part in in_parts(buffer)]
@@ -240,9 +241,9 @@ class Messenger:
         return self._arrived(asked, lane_asked)
 
     def _arrived(self, source: int, lane: int) -> Message | None:
-        """Return the first complete message of those that are asked for."""
-        # Keeps the order: a complete message must not overtake one of the same sender and lane
-        # whose buffers are still coming.
+        """Return the first complete message of the requested ones."""
+        # Keeps the order: a complete message must not overtake a message of the same sender and
+        # lane whose buffers are still arriving.
         earlier = set()
         for i, each in enumerate(self._arriving):
             message = each.message
@@ -258,19 +259,19 @@ class Messenger:
         return None
 
     def _note(self, error: MPI.Exception) -> None:
-        """Note which ranks have died, or raise an error that has another reason."""
+        """Note which ranks have died, or raise an error that has a different reason."""
         if not is_loss(error):
             raise error
         failed = self._headers.Get_failed()
         own = self._headers.Get_group()
         ranks = set(failed.Translate_ranks(None, own)) - self.lost
-        self._headers.Ack_failed(failed.size)  # from here on others can be probed again
+        self._headers.Ack_failed(failed.size)  # from here on, messages of other ranks can be probed
         failed.Free()
         own.Free()
         if not ranks:
             return
         self.lost |= ranks
-        # MPI may read and write their memory for ever.
+        # MPI may read and write their memory forever.
         self._abandoned += [each for each in self._sending if each.destination in ranks]
         self._sending = [each for each in self._sending if each.destination not in ranks]
         self._abandoned += [each for each in self._arriving if each.message.source in ranks]
@@ -279,11 +280,11 @@ class Messenger:
             self.on_loss(sorted(ranks))
 
     def is_idle(self) -> bool:
-        """Return whether everything that was sent has left."""
+        """Return whether all messages have been sent."""
         return not self._sending
 
     def flush(self, limit_s: float | None = None) -> None:
-        """Wait until everything that was sent has left, at most for `limit_s`."""
+        """Wait until all messages have been sent, at most for `limit_s`."""
         back_off, began = BackOff(), time.monotonic()
         while self._sending and (limit_s is None or time.monotonic() - began < limit_s):
             try:
@@ -293,7 +294,7 @@ class Messenger:
             back_off.rest()
 
     def free(self) -> None:
-        """Free the communicators. **Collective**, which needs every rank."""
+        """Free the communicators. **Collective**, and needs every rank."""
         self._headers.Free()
         self._payloads.Free()
 
@@ -304,14 +305,14 @@ _HURRY_NS = 2_000_000
 
 
 def _hurry(is_done: Callable[[], bool]) -> None:
-    """Give a transfer that has just begun the core for a moment: MPI moves it while it is asked."""
+    """Poll a transfer that has just begun for a moment: MPI moves data only while it is polled."""
     until = time.monotonic_ns() + _HURRY_NS
     while not is_done() and time.monotonic_ns() < until:
         os.sched_yield()
 
 
 def _complete(message: Message, length: int) -> Message:
-    """Return the message with its body, where that has come as the last buffer."""
+    """Return the message; if its body was sent as the last buffer, put it in its place."""
     if length < 0:
         message.body = message.buffers.pop()
         message.body = message.body.data

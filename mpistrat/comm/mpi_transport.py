@@ -23,7 +23,7 @@ from mpistrat.mpi.world import library_version, world_ranks, world_size
 from mpistrat.options import ReduceOp
 
 _PART_BYTES = 2**28
-"""The longest message, so that counts of any MPI library hold it."""
+"""The longest message, whose count any MPI library can hold."""
 _BYTE = np.dtype(np.uint8)
 
 
@@ -31,7 +31,7 @@ class MpiTransport:
     """The ranks of an MPI communicator."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
-        # Only messages of this package may travel here: the caller passes a private duplicate.
+        # Only mpistrat may send messages here, so the caller passes a private duplicate.
         self.comm = comm
         self._rounds: list[MpiRound] = []
         self._under_way: list[tuple[list[MPI.Request], np.ndarray, np.ndarray]] = []
@@ -51,8 +51,8 @@ class MpiTransport:
 
     def all_reduce(self, op: ReduceOp, source: np.ndarray, target: np.ndarray) -> None:
         """Reduce `source` into `target`. **Collective**."""
-        # MPI knows no streams of CUDA. It would read device memory before the kernels that write it
-        # have ended.
+        # MPI does not know CUDA streams. It would read device memory before the kernels that write
+        # it have ended.
         synchronize(source)
         operator = mpi_operator(op, target)
         with self.occupancy:
@@ -60,7 +60,7 @@ class MpiTransport:
                 self.comm.Allreduce(part, goal, operator)
 
     def ready(self, op: ReduceOp, dtype: np.dtype) -> Callable[[np.ndarray, np.ndarray], object]:
-        """Return what does `all_reduce` by `op` to a source and a target of `dtype` on the host."""
+        """Return a function `(source, target)` that does `all_reduce` by `op` on host arrays."""
         operator, occupancy = mpi_operator(op, np.empty(0, dtype)), self.occupancy
         all_reduce = self.comm.Allreduce
 
@@ -78,7 +78,7 @@ class MpiTransport:
         self, op: ReduceOp, source: np.ndarray, target: np.ndarray
     ) -> Callable[[], object]:
         """Begin to reduce `source` into `target`; the function returned waits for the end."""
-        # MPI writes to the target until the end, also where the user has dropped the handle.
+        # MPI writes to the target until the end, even if the user has dropped the handle.
         self._under_way = [each for each in self._under_way if not MPI.Request.Testall(each[0])]
         pairs = _pairs(source, target)
         requests = [
@@ -92,7 +92,7 @@ class MpiTransport:
             MPI.Request.Waitall(requests)
 
     def drain(self) -> None:
-        """Wait for every reduction that is under way. **Collective**."""
+        """Wait for every pending reduction. **Collective**."""
         for requests, *_ in self._under_way:
             self._wait(requests)
         self._under_way.clear()
@@ -103,7 +103,7 @@ class MpiTransport:
         """Reduce `buffer` in place on `root`. **Collective**."""
         synchronize(buffer)
         with self.occupancy:
-            # In place is allowed on the root only; elsewhere the buffer is just a source (MPI 4.1,
+            # In place is allowed only on the root; elsewhere the buffer is just a source (MPI 4.1,
             # section 6.9.1).
             for part in in_parts(buffer):
                 if self.rank == root:
@@ -112,17 +112,17 @@ class MpiTransport:
                     self.comm.Reduce(part, None, mpi_operator(op, part), root)
 
     def broadcast(self, buffer: np.ndarray, root: int) -> None:
-        """Overwrite `buffer` with that of `root`. **Collective**."""
+        """Overwrite `buffer` with the buffer of `root`. **Collective**."""
         with self.occupancy:
-            # As bytes, here and below, because MPI has no type for some dtypes of NumPy, such as
-            # float16.
+            # Sent as bytes, here and below, because MPI has no type for some dtypes of NumPy, such
+            # as float16.
             for part in in_parts(buffer):
                 self.comm.Bcast([_as_bytes(part), MPI.BYTE], root)
 
     def broadcast_each(self, buffers: Sequence[np.ndarray], roots: Sequence[int]) -> None:
-        """Overwrite each of `buffers` with that of its root. **Collective**."""
-        # All are started before the first wait. They are matched in the order in which each rank
-        # starts them, which is the same on all (MPI 4.1, section 6.12).
+        """Overwrite each of `buffers` with the buffer of its root. **Collective**."""
+        # All are started before the first wait. MPI matches them in the order in which each rank
+        # starts them, which is the same on all ranks (MPI 4.1, section 6.12).
         requests = [
             self.comm.Ibcast([_as_bytes(part), MPI.BYTE], root)
             for buffer, root in zip(buffers, roots, strict=True)
@@ -142,7 +142,7 @@ class MpiTransport:
     def start_all_gather(
         self, part: np.ndarray, counts: Sequence[int]
     ) -> Callable[[], np.ndarray | None]:
-        """Begin to gather short parts. **Collective**, with the same of all ranks."""
+        """Begin to gather short parts. **Collective**, with the same `counts` on all ranks."""
         gathered = np.empty(sum(counts), part.dtype)
         goal = _as_parts(gathered, counts)
         # The request of mpi4py keeps both buffers alive.
@@ -166,8 +166,8 @@ class MpiTransport:
         counts: Sequence[int],
         gathered: np.ndarray | None,
     ) -> None:
-        """Fill `gathered` with the parts of all ranks, by as many calls as it takes."""
-        # MPI has faster ways for parts of one length, such as a tree for short ones.
+        """Fill `gathered` with the parts of all ranks, by as many calls as necessary."""
+        # MPI has faster algorithms for parts of equal length, such as a tree for short ones.
         # `counts` is equal on all ranks, so they all choose the same MPI call.
         if sum(counts) * part.itemsize <= _PART_BYTES:
             if counts.count(counts[0]) == len(counts):
@@ -182,7 +182,8 @@ class MpiTransport:
             if gathered is None:
                 move(send, None)
             else:
-                # A window holds a slice of each rank's part, and these lie apart in the result.
+                # A window holds a slice of each rank's part; in the result, these slices are not
+                # contiguous.
                 received = np.empty(sum(lengths), part.dtype)
                 move(send, _as_parts(received, lengths))
                 parts = zip(_split(gathered, counts), _split(received, lengths), strict=True)
@@ -197,19 +198,19 @@ class MpiTransport:
         out: np.ndarray | None = None,
         is_even: bool = False,
     ) -> np.ndarray:
-        """Send each rank its part of `buffer`, and return what comes. **Collective**."""
+        """Send each rank its part of `buffer`, and return the received parts. **Collective**."""
         received = np.empty(sum(incoming), buffer.dtype) if out is None else out
-        # Displacements are C ints as well, so the parts of all ranks together must stay below 2
-        # GiB.
+        # Displacements are C ints as well, so the parts of all ranks together must be shorter than
+        # 2 GiB.
         limit = min(_PART_BYTES, (2**31 - 1) // self.size) // max(buffer.itemsize, 1)
         with self.occupancy:
-            # Ranks may choose differently here. Both ends of a long part know of it and leave it
-            # out of the `Alltoallv` of `_exchange`, which therefore fits the one below on ranks
-            # with short parts only.
+            # Ranks may take different branches here. Both ends of a long part know of it and leave
+            # it out of the `Alltoallv` of `_exchange`, so that call matches the one below on ranks
+            # with only short parts.
             if max(*counts, *incoming) > limit:
                 self._exchange(_split(buffer, counts), _split(received, incoming), limit)
-            # Not decided by the own counts, which may be even on one rank only: `Alltoall` does not
-            # match `Alltoallv`.
+            # A rank cannot decide this by its own counts, which may be even on only this rank:
+            # `Alltoall` does not match `Alltoallv`.
             elif is_even:
                 goal = [_as_bytes(received), MPI.BYTE]
                 self.comm.Alltoall([_as_bytes(buffer), MPI.BYTE], goal)
@@ -218,15 +219,15 @@ class MpiTransport:
         return received
 
     def _exchange(self, sent: list[np.ndarray], received: list[np.ndarray], limit: int) -> None:
-        """Send long parts one by one, as two ranks know of each, and short ones together."""
+        """Send long parts one by one, since both ranks know of each, and short ones together."""
         requests = []
-        # Receives first, so that long parts need no buffer of the library. The parts of one pair
-        # need no tags: they arrive in the order in which they were sent (MPI 4.1, section 3.5).
+        # Receives first, so that long parts need no buffer of the library. The parts of one pair of
+        # ranks need no tags: they arrive in the order of sending (MPI 4.1, section 3.5).
         for move, parts in ((self.comm.Irecv, received), (self.comm.Isend, sent)):
             for rank, whole in enumerate(parts):
                 long = in_parts(whole) if whole.size > limit else []
                 requests += [move([_as_bytes(part), MPI.BYTE], rank) for part in long]
-        # NumPy concatenates no empty list.
+        # NumPy cannot concatenate an empty list.
         short = [part for part in sent if part.size <= limit] or [sent[0][:0]]
         counts = [part.size * (part.size <= limit) for part in sent]
         lengths = [part.size * (part.size <= limit) for part in received]
@@ -243,7 +244,7 @@ class MpiTransport:
                 self.comm.Send([_as_bytes(part), MPI.BYTE], rank)
 
     def receive(self, buffer: np.ndarray, rank: int) -> None:
-        """Overwrite `buffer` with what `rank` sends."""
+        """Overwrite `buffer` with the data that `rank` sends."""
         with self.occupancy:
             for part in in_parts(buffer):
                 self.comm.Recv([_as_bytes(part), MPI.BYTE], rank)
@@ -262,15 +263,16 @@ class MpiTransport:
         return made
 
     def wait_busily(self, is_busy: bool) -> None:
-        """Have waits keep the core, or leave it to other threads of this rank."""
+        """Set whether waits keep the core, or leave it to other threads of this rank."""
         for each in self._rounds:
             each.is_busy = is_busy
         if self._sharing is not None:
             self._sharing.memory.wait_busily(is_busy)
 
     def lost_ranks(self, error: BaseException | None) -> list[int] | None:
-        """Return the ranks that are known to be dead, if `error` comes of that, else ``None``."""
-        # Open MPI has ended collectives without an error that lacked the data of a dead rank.
+        """Return the ranks that are known to be dead, if that caused `error`, else ``None``."""
+        # Open MPI has ended collectives without an error although the data of a dead rank were
+        # missing.
         if error is None:
             return failed_ranks(self.comm) if has_failed(self.comm) else None
         if isinstance(error, WaitLeft):
@@ -278,26 +280,26 @@ class MpiTransport:
         return lost_ranks(self.comm, error)
 
     def leave_waits(self) -> None:
-        """Have waits for data in shared memory end with an error, from any thread."""
+        """Let waits for data in shared memory end with an error, from any thread."""
         if self._sharing is not None:
             self._sharing.memory.leave()
 
     def revoke(self) -> None:
-        """Have every rank leave its waits for data with an error, as one of them is dead."""
+        """Let every rank leave its waits for data with an error, because one rank is dead."""
         self.leave_waits()
         revoke(self.comm)
         if self.node is not None:
             self.node.revoke()
 
     def close(self) -> None:
-        """Free the communicator and what belongs to it. **Collective**."""
-        # Persistent requests belong to the communicator, and are freed before it.
+        """Free the communicator and everything that belongs to it. **Collective**."""
+        # Persistent requests belong to the communicator, and must be freed before it.
         for each in self._rounds:
             each.free()
         if self.node is not None:
             self.node.close()
         self.comm.Free()
-        # Results that the program holds keep the memory that they lie in.
+        # Results that the program holds keep their memory alive.
         self._sharing = self.node = self.piggyback = None
 
     def abort(self, exit_code: int) -> None:
@@ -306,9 +308,9 @@ class MpiTransport:
 
 
 def _pairs(source: np.ndarray, target: np.ndarray) -> list[tuple[Any, np.ndarray]]:
-    """Return what MPI takes to reduce `source` into `target`, in parts."""
+    """Return the buffers that MPI takes to reduce `source` into `target`, in parts."""
     parts = in_parts(target)
-    # MPI forbids that send and receive buffer overlap. IN_PLACE is how both can be one array.
+    # MPI forbids that send and receive buffers overlap. With IN_PLACE both can be one array.
     if source is target:
         return [(MPI.IN_PLACE, part) for part in parts]
     if len(parts) == 1:
@@ -322,7 +324,7 @@ def _as_bytes(buffer: np.ndarray) -> np.ndarray:
 
 
 def _as_parts(buffer: np.ndarray, counts: Sequence[int]) -> list[object]:
-    """Return `buffer` as mpi4py takes it for parts of `counts` elements."""
+    """Return `buffer` in the form in which mpi4py takes parts of `counts` elements."""
     num_bytes = [count * buffer.itemsize for count in counts]
     return [_as_bytes(buffer), num_bytes, [0, *itertools.accumulate(num_bytes)][:-1], MPI.BYTE]
 
@@ -332,14 +334,14 @@ def _split(buffer: np.ndarray, counts: Sequence[int]) -> list[np.ndarray]:
 
 
 def in_parts(buffer: np.ndarray) -> list[np.ndarray]:
-    """Return views of `buffer`, in C order, equal for arrays of equal dtype and size."""
+    """Return views of `buffer`, in C order, which are equal for arrays of equal dtype and size."""
     return [buffer] if buffer.nbytes <= _PART_BYTES else pieces(buffer, _PART_BYTES)
 
 
 def plan_windows(counts: Sequence[int], itemsize: int) -> list[tuple[int, list[int]]]:
     """Return, for each message of a gather, where each part starts and the lengths by rank."""
-    # The same on all ranks, so they make equally many calls. A rank whose part is over sends
-    # nothing in the later ones.
+    # It is the same on all ranks, so they make the same number of calls. In later calls, a rank
+    # whose part has ended sends nothing.
     length = max(_PART_BYTES // itemsize // len(counts), 1)
     starts = range(0, max(counts), length)
     return [(start, [min(max(each - start, 0), length) for each in counts]) for start in starts]

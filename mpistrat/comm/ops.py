@@ -1,4 +1,4 @@
-"""Reduction ops: how NumPy, compiled code and MPI compute each of them."""
+"""Reduction ops: how NumPy, compiled code and MPI compute them."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _UFUNCS = {
 
 def combine(op: ReduceOp, pieces: np.ndarray) -> np.ndarray:
     """Return the reduction of the rows of `pieces`, element by element, in their memory."""
-    # Neighbours in rank order combine first, (0, 1), (2, 3), ..., then neighbouring pairs, and so
-    # on; a row without a neighbour waits. So the bits of an element depend on the number of rows
-    # and the element's values alone. Overflow gives inf, without a warning, as in MPI.
+    # Neighbours in rank order are combined first, (0, 1), (2, 3), ..., then neighbouring pairs, and
+    # so on; a row without a neighbour waits. So the bits of an element depend only on the number of
+    # rows and the element's values. Overflow gives inf, without a warning, as in MPI.
     size, step = len(pieces), 1
     with np.errstate(all="ignore"):
         while step < size:
-            # The first slice ends where rows have no neighbour: these wait for a later step.
+            # The first slice ends before a row without a neighbour, which waits for a later step.
             combine_pair(op, pieces[: size - step : 2 * step], pieces[step :: 2 * step])
             step *= 2
     return finish(op, pieces[0], size)
@@ -46,7 +46,7 @@ def combine_pair(op: ReduceOp, target: np.ndarray, other: np.ndarray) -> None:
 def combined_pair(
     op: ReduceOp, left: np.ndarray, right: np.ndarray, room: np.ndarray
 ) -> np.ndarray:
-    """Return what `combine_pair` makes of both, which stay as they are, in `room`."""
+    """Return the combination of `left` and `right` in `room`, without changing them."""
     if op in (ReduceOp.SUM, ReduceOp.MEAN) or left.dtype.kind in "iu":
         total: np.ndarray = _UFUNCS[op](left, right, out=room)
         return total
@@ -66,8 +66,8 @@ def finish(op: ReduceOp, total: np.ndarray, size: int) -> np.ndarray:
 
 
 def _select(op: ReduceOp, target: np.ndarray, other: np.ndarray) -> None:
-    # NumPy leaves open which of two zeros it takes. Here -0.0 is the smaller one, as it is among
-    # the integers that other floats travel as.
+    # NumPy does not define which of two zeros it selects. Here -0.0 is the smaller one, as in the
+    # order of the integers that represent other floats in messages.
     zeros = (target == 0) & (other == 0)
     sign = -1 if op is ReduceOp.MIN else 1  # 0.0 + -0.0 is 0.0
     of_zeros = sign * (sign * target[zeros] + sign * other[zeros])
@@ -76,8 +76,8 @@ def _select(op: ReduceOp, target: np.ndarray, other: np.ndarray) -> None:
 
 
 def _multiply_complex(target: np.ndarray, other: np.ndarray) -> None:
-    # NumPy's own product rounds once or twice (FMA), depending on an element's place in memory.
-    # Kept until the end: the imaginary part below still needs the old real part.
+    # NumPy's own product rounds once or twice (FMA), depending on an element's place in memory. The
+    # real part is stored last, because the imaginary part below needs the old one.
     real = target.real * other.real - target.imag * other.imag
     target.imag = target.real * other.imag + target.imag * other.real
     target.real = real
@@ -91,8 +91,8 @@ def divide(buffer: np.ndarray, size: int) -> None:
 
 
 def unify_nan(result: np.ndarray) -> None:
-    """Give every NaN of `result` the bits of ``numpy.nan``."""
-    # Which of two NaN a sum passes on may depend on an element's place in the vector registers.
+    """Set every NaN of `result` to the bits of ``numpy.nan``."""
+    # Which of two NaNs a sum returns may depend on an element's place in the vector registers.
     if result.dtype.kind == "c":
         unify_nan(result.real)
         unify_nan(result.imag)
@@ -101,20 +101,20 @@ def unify_nan(result: np.ndarray) -> None:
 
 
 _PADDING = slice(10, None) if np.finfo(np.longdouble).nmant == 63 else slice(0)
-"""Which bytes of a long double are in no number: the last of the x87's format."""
+"""The unused bytes of a long double: the last bytes of the x87 format."""
 
 
 def _clear_padding(total: np.ndarray) -> None:
-    """Give equal numbers equal bytes: what is in the padding is whatever was there before."""
+    """Set the padding bytes to zero, so that equal numbers have equal bytes."""
     parts = total.reshape(-1).view(np.longdouble).view(np.uint8)
     parts.reshape(-1, np.dtype(np.longdouble).itemsize)[:, _PADDING] = 0
 
 
 MOVES_AS = {op: op for op in ReduceOp} | {ReduceOp.MEAN: ReduceOp.SUM}
-"""The reduction between ranks, before a division."""
+"""The reduction between ranks; for MEAN, a division follows."""
 
 
-# As native/sequences.c numbers them.
+# Numbered as in native/sequences.c.
 _ARITHMETIC = ("f4", "f8", "u1", "u2", "u4", "u8")
 _ORDER = ("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8")
 _FUNCTIONS = {
@@ -128,14 +128,14 @@ _FUNCTIONS = {
 
 @functools.lru_cache
 def compiled_function(op: ReduceOp, dtype: np.dtype) -> tuple[int, int] | None:
-    """Return the number of a compiled function and the bytes of its numbers, if there is one."""
+    """Return the number of a compiled function and its item size in bytes, if there is one."""
     kind, itemsize = dtype.kind, dtype.itemsize
     if op is ReduceOp.MEAN:
         op = ReduceOp.SUM
         if kind not in "fc":
             return None
     if kind == "c" and op is ReduceOp.SUM:
-        kind, itemsize = "f", itemsize // 2  # parts are added one by one; MEAN divides each
+        kind, itemsize = "f", itemsize // 2  # the parts are added separately; MEAN divides each
     # Signed overflow is undefined in C; unsigned arithmetic wraps to the same bits.
     if kind == "i" and op in (ReduceOp.SUM, ReduceOp.PROD):
         kind = "u"
@@ -144,9 +144,9 @@ def compiled_function(op: ReduceOp, dtype: np.dtype) -> tuple[int, int] | None:
 
 
 def mpi_operator(op: ReduceOp, array: Array) -> Any:
-    """Return MPI's operator for the numbers of `array`, for MEAN the sum."""
-    # Sums of 8- and 16-bit integers on the host wrap, as in NumPy and in shared memory. MPI says
-    # nothing of overflow, and Open MPI saturates as many of them as fill its vector registers.
+    """Return MPI's operator for the numbers of `array`; for MEAN it is the sum."""
+    # Sums of 8- and 16-bit integers on the host wrap, as in NumPy and in shared memory. MPI does
+    # not define overflow, and Open MPI saturates as many of them as fill its vector registers.
     dtype = array.dtype
     if op is ReduceOp.SUM and dtype.itemsize < 4 and dtype.kind in "iu" and is_on_host(array):
         return _wrapping_sum(dtype.itemsize)
@@ -155,7 +155,7 @@ def mpi_operator(op: ReduceOp, array: Array) -> Any:
 
 @functools.cache
 def _mpi_operators() -> dict[ReduceOp, Any]:
-    from mpi4py import MPI  # not before MPI is needed
+    from mpi4py import MPI  # imported only when MPI is needed
 
     return {
         ReduceOp.SUM: MPI.SUM,
@@ -174,5 +174,5 @@ def _wrapping_sum(itemsize: int) -> Any:
         total = np.frombuffer(target, dtype)
         total += np.frombuffer(source, dtype)
 
-    dtype = np.dtype(f"u{itemsize}")  # unsigned sums have the bits of signed ones
+    dtype = np.dtype(f"u{itemsize}")  # unsigned sums have the same bits as signed ones
     return MPI.Op.Create(add, commute=True)

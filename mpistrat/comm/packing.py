@@ -17,13 +17,14 @@ from mpistrat.native import native_library
 
 
 class Message:
-    """Arrays to be reduced, and where the results go."""
+    """Arrays to be reduced, and the arrays for the results."""
 
     def __init__(
         self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], pool: Pool
     ) -> None:
-        # All in C order and native byte order, of equal dtype, and of equal lengths in pairs. A
-        # target may be its source; else they share no memory, and the source is not written to.
+        # All are in C order and native byte order, of equal dtype, and of equal lengths in pairs. A
+        # target may be its source; otherwise they share no memory, and the source is not written
+        # to.
         self.sources = sources
         self.targets = targets
         self.dtype = sources[0].dtype
@@ -32,7 +33,7 @@ class Message:
 
     @property
     def size(self) -> int:
-        """How many numbers there are."""
+        """Number of elements."""
         return self.num_bytes // self.dtype.itemsize
 
     def whole(self) -> tuple[np.ndarray, np.ndarray, Callable[[], object]]:
@@ -43,10 +44,10 @@ class Message:
         return joined, joined, split
 
     def joined(self) -> tuple[np.ndarray, Callable[[], object]]:
-        """Flatten into one buffer; the function returned copies the result back."""
+        """Flatten into one buffer; the returned function copies the result back."""
         if len(self.sources) == 1:
             source, target = self.sources[0], self.targets[0]
-            # The result replaces the buffer, and a source must not be written to.
+            # The result overwrites the buffer, and a source must not be written to.
             if target is not source:
                 np.copyto(target, source)
             return target, _nothing
@@ -72,7 +73,7 @@ class Packing(Protocol):
     messages: list[Message]
 
     def unpack(self) -> list[Array]:
-        """Return the results, each where its array lies."""
+        """Return the results, each on the device of its array."""
 
 
 def pack(
@@ -82,7 +83,7 @@ def pack(
     copy: bool = False,
     out: Sequence[np.ndarray] | None = None,
 ) -> Packing:
-    """Return `arrays`, which `plan` was made for, in the form in which they are reduced."""
+    """Return `arrays`, for which `plan` was created, in the form in which they are reduced."""
     # They are not written to, unless they are in `out`, plain arrays for the results. `copy` says
     # that the program may write to them before the end.
     if plan.is_single and not copy:
@@ -91,12 +92,12 @@ def pack(
         if plan.is_plain:
             return _Single(array, pool, target)
         if type(array) is np.ndarray and _is_plain(array, wire) and target is None:
-            return _Single(array.view(wire), pool)  # C has two names for one integer
+            return _Single(array.view(wire), pool)  # C has two names for one integer type
     return _Packing(plan, arrays, pool, copy, out)
 
 
 class _Single:
-    """One array that can travel as it lies in memory."""
+    """One array that is sent from its own memory."""
 
     def __init__(self, array: np.ndarray, pool: Pool, target: np.ndarray | None = None) -> None:
         if target is None:
@@ -110,7 +111,7 @@ class _Single:
 
 
 class ReusedPacking:
-    """Memory for the results of a reduction that is repeated, which lie there until the next."""
+    """Memory for the results of a repeated reduction; the next call overwrites them."""
 
     def __init__(self, plan: Plan, pool: Pool) -> None:
         self._packs = plan.packs
@@ -130,7 +131,7 @@ class ReusedPacking:
             self.messages.append(Message(targets, targets, pool))
 
     def fill(self, arrays: Sequence[np.ndarray]) -> None:
-        """Take the numbers of `arrays`, which the plan was made for."""
+        """Copy in the numbers of `arrays`, for which the plan was created."""
         for each, message in zip(self._packs, self.messages, strict=True):
             sources = [arrays[position] for position in each.large]
             if each.small:
@@ -149,7 +150,7 @@ class ReusedDevicePacking:
     """The same as `ReusedPacking`, in the memory of `device`."""
 
     def __init__(self, plan: Plan, arrays: Sequence[Array], device: Device, pool: Pool) -> None:
-        # Of a plan that `stays_on_device`. CuPy's memory belongs to the stream that is current.
+        # The plan `stays_on_device`. CuPy's memory belongs to the current stream.
         self._device = device
         self.messages: list[Message] = []
         self._results: list[Any] = [None] * len(plan.results)
@@ -173,12 +174,12 @@ class ReusedDevicePacking:
                 self.messages.append(Message([target], [target], pool))
 
     def is_of_stream(self) -> bool:
-        """Return whether the stream is still current whose work the memory is ordered with."""
+        """Return whether the stream that orders the use of this memory is still current."""
         with self._device.current():
             return Stream.current().pointer == self._stream
 
     def fill(self, arrays: Sequence[Array]) -> None:
-        """Take the numbers of `arrays`, which the plan was made for."""
+        """Copy in the numbers of `arrays`, for which the plan was created."""
         with self._device.current():
             for (each, join), message in zip(self._packs, self.messages, strict=True):
                 if join is None:
@@ -233,9 +234,10 @@ class _Packing:
             if self._native is None:
                 array = host_view(array)
             target = self._target(position, array, pack)
-            # Nothing to convert, and the program waits until the end: it is read where it lies.
+            # There is nothing to convert, and the program waits until the end: the array is sent
+            # from its own memory.
             if not (self._copy or pack.is_reordered) and _is_plain(array, pack.wire):
-                source = array.view(pack.wire)  # C has two names for one integer
+                source = array.view(pack.wire)  # C has two names for one integer type
             else:
                 cast_into(target, array)
                 source = target = as_ordered_integers(self._op, target)
@@ -245,7 +247,7 @@ class _Packing:
         return Message(sources, targets, self._pool)
 
     def _target(self, position: int, array: np.ndarray, pack: Pack) -> np.ndarray:
-        """Return where a large array is reduced to: `out`, where numbers come as they are there."""
+        """Return the target of a large array: `out`, if the results have the same form there."""
         if self._out is not None and pack.is_uncast and not pack.is_reordered:
             target = self._out[position]
             if _is_plain(target, pack.wire):
@@ -269,7 +271,7 @@ class _Packing:
         return [self._arrays[position] for position in pack.small]
 
     def _take_out(self, pack: Pack, joined: np.ndarray, results: list[Array]) -> None:
-        """Copy the small results out of `joined`, so that one keeps no other alive."""
+        """Copy the small results out of `joined`, so that none of them keeps the others alive."""
         if pack.is_uncast and self._native is not None:
             parts = self._native.split(joined, self._small_arrays(pack))
             for position, part in zip(pack.small, parts, strict=True):
@@ -282,7 +284,7 @@ class _Packing:
             results[position] = flat if len(shape) == 1 else flat.reshape(shape)
 
     def unpack(self) -> list[Array]:
-        """Return the results, each where its array lies."""
+        """Return the results, each on the device of its array."""
         results: list[Any] = [None] * len(self._arrays)
         joined_ones = iter(self._joined)
         for part in self._device_packs:
@@ -303,7 +305,7 @@ class _Packing:
                     cast_into(narrow, reduced)
                     reduced = narrow
                 results[position] = reduced
-        # If the results do not come in the form that `out` has, `unpack` copies them there.
+        # If the results do not have the same form as `out`, `unpack` copies them there.
         if self._out is not None:
             for result, target in zip(results, self._out, strict=True):
                 if result is not target:
@@ -332,12 +334,12 @@ class _DevicePack:
         self.message = Message([source], [self._target], pool)
 
     def _ends(self, arrays: Sequence[Array], copy: bool) -> tuple[Array, Array]:
-        """Return what to reduce, and where the result goes."""
+        """Return the array to reduce, and the array for the result."""
         pack, first = self._pack, arrays[0]
         xp = namespace_of(first)
         is_plain = first.dtype == pack.wire and first.flags.c_contiguous
         if not pack.small and is_plain and not (copy or pack.is_reordered):
-            source = first.view(pack.wire)  # C has two names for one integer
+            source = first.view(pack.wire)  # C has two names for one integer type
             return source, xp.empty(first.shape, dtype=pack.wire)
         if pack.small and all(
             each.dtype == pack.wire and each.flags.c_contiguous for each in arrays
@@ -354,7 +356,7 @@ class _DevicePack:
 
     def unpack(self, results: list[Array]) -> None:
         """Write the result of each array of the pack to its position in `results`."""
-        # They are parts of one allocation, where their dtype is what has travelled.
+        # They are parts of one allocation, if their dtype is the dtype of the message.
         pack, op = self._pack, self._plan.op
         with self._device, np.errstate(all="ignore"):
             reduced = as_floats(op, self._target, pack.wire)
@@ -368,15 +370,15 @@ class _DevicePack:
 
 
 def _is_plain(array: np.ndarray, dtype: np.dtype) -> bool:
-    """Return whether `array` can travel as it lies in memory."""
+    """Return whether `array` can be sent from its own memory."""
     flags = array.flags
     return array.dtype == dtype and flags.c_contiguous and flags.aligned
 
 
 def describe_function() -> Callable[[Sequence[Array]], bytes | None]:
     """Return ``describe(arrays)``: bytes, equal for plain arrays of equal dtypes and shapes."""
-    # It returns ``None`` unless all of `arrays` can travel as they lie in host memory; perhaps also
-    # then, where nothing is compiled.
+    # It returns ``None`` unless all of `arrays` can be sent from their own host memory. Without
+    # compiled code it may also return ``None`` for such arrays.
     library = native_library()
     if library is None:
         return lambda arrays: None
@@ -387,7 +389,7 @@ def describe_function() -> Callable[[Sequence[Array]], bytes | None]:
 def describe_on_device(arrays: Sequence[Any], device: Device) -> list[object] | None:
     """Return a list that is equal for CuPy arrays of equal dtypes and shapes, in C order.
 
-    ``None`` if not all `arrays` are such, in the memory of `device`.
+    ``None`` unless all `arrays` are such arrays, in the memory of `device`.
     """
     kind, index = cupy().ndarray, device.index
     found: list[object] = []
@@ -399,7 +401,7 @@ def describe_on_device(arrays: Sequence[Any], device: Device) -> list[object] | 
 
 
 def placed_like(result: np.ndarray, array: Array) -> Array:
-    """Return `result` on the device where `array` lies."""
+    """Return `result` on the device of `array`."""
     device = getattr(array, "device", None)
     index = getattr(device, "id", None)  # a cupy.cuda.Device; NumPy says "cpu"
     return result if index is None else place(result, Device("gpu", index))

@@ -1,8 +1,8 @@
-"""Memory pool for results, recycled when the user has dropped them.
+"""Pool of memory for results.
 
-The first touch of fresh memory costs more than a reduction: the system clears each page. So an
-array of this pool brings its memory back when nothing refers to it any more, and the next step
-gets it again.
+Writing to fresh memory can cost more than a reduction, because the kernel clears every page first.
+So the pool keeps the memory of larger results: once the last reference to such an array is gone,
+the next result of that size reuses it.
 """
 
 from __future__ import annotations
@@ -17,37 +17,37 @@ from mpistrat.arrays import array_at_function
 from mpistrat.comm.shared_memory import Arena
 
 _SMALLEST = 2**16
-"""Smaller arrays come from NumPy, which keeps such memory itself."""
+"""Smaller arrays come from NumPy, which reuses such memory itself."""
 
 _LARGEST_SHARED = 2**24
-"""Of larger results, few fit into an arena at a time."""
+"""Largest result in shared memory: few larger ones fit into an arena at a time."""
 
 _ALIGNMENT = 64
 
 
 class Pool:
-    """Hands out arrays, to any thread, and holds no more than were in use at one time."""
+    """Returns arrays, to any thread, and holds no more memory than was in use at one time."""
 
     def __init__(self, arena: Arena | None = None, recycles: bool = True) -> None:
-        # Without `recycles`, all memory comes from NumPy and goes back there.
+        # Without `recycles`, all memory comes from NumPy and is returned to NumPy.
         self._arena = arena
         self._smallest = _SMALLEST if recycles else math.inf
         self._array_at = array_at_function()
         self._lock = threading.Lock()
         self._free: dict[int, list[_Memory]] = {}
-        """By size; no list is empty."""
+        """Free memory by size; no list is empty."""
         self._lent: set[_Memory] = set()
         # `append` and `pop` of a deque are atomic in CPython. A lock would deadlock: a destructor
-        # may run in the middle of `_lend`, on the thread that holds it.
+        # may run in the middle of `_lend`, on the thread that holds the lock.
         self._returned: deque[_Memory] = deque()
         self._num_bytes = 0
         self._used_bytes = 0
         self._most_used_bytes = 0
 
     def take(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """Return an array with arbitrary content; its memory returns when the last view is gone."""
+        """Return an array with undefined content; its memory is reused after the last view."""
         num_bytes = math.prod(shape) * dtype.itemsize
-        # Arbitrary bytes are no valid references, so arrays of objects come from NumPy.
+        # Arbitrary bytes are not valid references, so arrays of objects come from NumPy.
         if num_bytes < self._smallest or dtype.hasobject:
             return np.empty(shape, dtype)
         memory = self._last_returned(num_bytes) or self._lend(num_bytes)
@@ -56,9 +56,9 @@ class Pool:
         return array
 
     def _last_returned(self, num_bytes: int) -> _Memory | None:
-        """Return the memory that was dropped last, if it fits: a loop drops what it takes next."""
-        # Without the lock, which takes longer than all the rest. `pop` gives each memory to one
-        # thread only.
+        """Return the memory that was dropped last, if it fits, as it usually does in a loop."""
+        # Without the lock, which takes longer than the rest of the function. `pop` returns each
+        # memory to only one thread.
         try:
             memory = self._returned.pop()
         except IndexError:
@@ -77,7 +77,8 @@ class Pool:
             if num_bytes in self._free:
                 memory = self._pop_free(num_bytes)
             else:
-                # Before the new memory is taken, so that the pool never holds more than its peak.
+                # Before the new memory is allocated, so that the pool never holds more than its
+                # peak.
                 self._make_room(most_used_bytes - num_bytes)
                 memory = self._new(num_bytes)
                 self._num_bytes += num_bytes
@@ -86,17 +87,18 @@ class Pool:
         return memory
 
     def lends_shared_memory(self) -> bool:
-        """Return whether something that is lent out may lie in shared memory."""
+        """Return whether any memory in use may be shared memory."""
         return self._arena is not None and bool(self._lent)
 
     def leave_shared_memory(self) -> None:
-        """Make what is lent out the memory of this process alone, which is a fork."""
-        # Without the lock: another thread may have held it at the fork, and there is none here.
+        """Make all memory in use private to this process, which is a fork."""
+        # Without the lock: a thread of the parent may have held it at the fork, and does not exist
+        # here.
         for memory in self._lent:
             memory.leave_arena()
 
     def shares(self, num_bytes: int) -> bool:
-        """Return whether an array of this size comes from shared memory, while that lasts."""
+        """Return whether an array of this size comes from shared memory, if some is left."""
         return self._arena is not None and _SMALLEST <= num_bytes <= _LARGEST_SHARED
 
     def _new(self, num_bytes: int) -> _Memory:
@@ -121,7 +123,7 @@ class Pool:
         return memory
 
     def _make_room(self, num_bytes: int) -> None:
-        """Give free memory back to the system until no more than `num_bytes` are held."""
+        """Return free memory to the system until no more than `num_bytes` are held."""
         while self._free and self._num_bytes > num_bytes:
             memory = self._pop_free(max(self._free))
             self._num_bytes -= memory.size
@@ -129,7 +131,7 @@ class Pool:
 
 
 class _Memory:
-    """Memory that is lent repeatedly."""
+    """Memory that is used for one array after the other."""
 
     def __init__(self, size: int, address: int, arena: Arena | None = None) -> None:
         self.size = size
@@ -139,7 +141,7 @@ class _Memory:
 
     @classmethod
     def private(cls, size: int) -> _Memory:
-        """Return memory of this process alone."""
+        """Return memory that is private to this process."""
         array = np.empty(size + _ALIGNMENT, np.uint8)
         start: int = array.ctypes.data
         memory = cls(size, start + -start % _ALIGNMENT)
@@ -147,12 +149,12 @@ class _Memory:
         return memory
 
     def leave_arena(self) -> None:
-        """Become memory of this process alone."""
+        """Become private to this process."""
         if self._arena is not None:
             self._arena.leave(self.address, self.size)
 
     def end(self) -> None:
-        """Give the memory back."""
+        """Return the memory to the arena, if it is from there."""
         if self._arena is not None:
             self._arena.give_back(self.address, self.size)
 
@@ -168,5 +170,6 @@ class _Lease:
         self._returned = returned
 
     def __del__(self) -> None:
-        # Any thread may drop the last view, at any time: the pool takes it when it is asked next.
+        # Any thread may drop the last view, at any time: the pool collects the memory in its next
+        # call.
         self._returned.append(self._memory)

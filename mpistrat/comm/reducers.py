@@ -34,7 +34,7 @@ class MpiReducer:
         self._finish(op, target)
 
     def ready(self, op: ReduceOp, dtype: np.dtype) -> Callable[[np.ndarray, np.ndarray], object]:
-        """Return what does `all_reduce_one` to host arrays of `dtype`."""
+        """Return a function that does `all_reduce_one` on host arrays of `dtype`."""
         move = self._transport.ready(MOVES_AS[op], dtype)
         if op is not ReduceOp.MEAN:
             return move
@@ -61,7 +61,7 @@ class MpiReducer:
         """Reduce each array of `message` to `root`. **Collective**."""
         joined, split = message.joined()
         self._transport.reduce(MOVES_AS[op], joined, root)
-        # Elsewhere anything may be in `joined` (see `Reducer.reduce`), so nothing is copied back.
+        # On other ranks `joined` is undefined (see `Reducer.reduce`), so nothing is copied back.
         if self._transport.rank == root:
             self._finish(op, joined)
             split()
@@ -72,14 +72,14 @@ class MpiReducer:
 
 
 _BYTES_PER_BLOCK = 4 * 2**20
-"""Bounds the memory that a reduction needs besides its buffer."""
+"""Limits the memory that a reduction needs in addition to its buffer."""
 
 _BYTES_PER_SLICE = 64 * 2**10
-"""With many ranks blocks grow, so that no message is smaller than it needs to be."""
+"""With many ranks blocks are larger, so that no message is smaller than necessary."""
 
 
 def plan_blocks(num_elements: int, itemsize: int, size: int) -> list[slice]:
-    """Divide a buffer into the blocks that are reduced one after the other."""
+    """Divide a buffer into blocks that are reduced one after the other."""
     return cut(num_elements, max(max(_BYTES_PER_BLOCK, size * _BYTES_PER_SLICE) // itemsize, 1))
 
 
@@ -92,9 +92,9 @@ def slice_lengths(num_elements: int, size: int) -> list[int]:
 class ReduceScatterReducer:
     """Combines the elements of all ranks in a fixed tree, by reduce-scatter and all-gather."""
 
-    # The bits of a result depend on the number of ranks and the values alone. Messages of 16-bit
-    # floats travel as they are, both ways, and are summed in float32. Large ones go in blocks, so
-    # that a few MiB of memory suffice.
+    # The bits of a result depend only on the number of ranks and the values. 16-bit floats are sent
+    # as they are, in both directions, and summed in float32. Large messages are reduced in blocks,
+    # so that a few MiB of memory suffice.
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -108,7 +108,7 @@ class ReduceScatterReducer:
                 unify_nan(target)
             return
         joined, split = message.joined()
-        # Each block is two collectives, and all ranks cut the buffer alike.
+        # Each block is two collectives, and all ranks divide the buffer in the same way.
         for block in self._blocks(joined):
             lengths = slice_lengths(block.size, self._transport.size)
             block[...] = self._transport.all_gather(self._own_slice(op, block, lengths), lengths)
@@ -116,8 +116,8 @@ class ReduceScatterReducer:
 
     def start_all_reduce(self, op: ReduceOp, message: Message) -> Callable[[], object]:
         """Reduce each array of `message`, before this returns. **Collective**."""
-        # The all-gather cannot be left to the wait: ranks may wait for several reductions in
-        # different orders, but must make collectives in one order.
+        # The all-gather cannot be postponed to the wait: ranks may wait for several reductions in
+        # different orders, but must call collectives in the same order.
         self.all_reduce(op, message)
         return bool
 

@@ -23,27 +23,26 @@ _MASK = 2**64 - 1
 _VALUES = struct.Struct("=4Q")
 
 _NUM_VALUES = 4
-"""What each rank brings to a round: two numbers and their complements."""
+"""Number of values that each rank contributes to a round: two numbers and their complements."""
 
 _POLLS = 200
-"""Polls in about 100 us, after which a waiting rank looks at limits and losses too."""
+"""Polls in about 100 us; after them a waiting rank also checks limits and losses."""
 
 _PATIENT_POLLS = 24
-"""Polls in the few microseconds that ranks need which come together. To yield takes as long."""
+"""Polls in the few microseconds by which ranks usually differ. Yielding takes as long."""
 
 _TURNS = 4096
-"""Looks at shared memory in about the same time."""
+"""Checks of shared memory in about the same time."""
 
 _LONG_S = 0.01
-"""How long a wait keeps the core over MPI, which wakes nobody."""
+"""How long a wait over MPI keeps the core: MPI cannot wake a sleeping rank."""
 _REST_S = 0.0002
 
 _LOOK_NS = 50_000
-"""How long a rank that has other things to do looks whether the others come: to hand an operation
-over to a thread takes longer."""
+"""How long a rank with other work waits for the other ranks: a thread switch takes longer."""
 
 _ROOM_OF_ALL = 2**15
-"""Bytes. Every rank reads the numbers of all: more of them are faster slice by slice."""
+"""Bytes of all ranks together. Every rank reads all of them: larger arrays are faster in slices."""
 
 
 class MpiRound:
@@ -51,7 +50,7 @@ class MpiRound:
 
     start: Callable[[], object]
     test: Callable[[], bool]
-    """Returns whether all messages have come."""
+    """Returns whether all messages have arrived."""
     free: Callable[[], object] = bool
     withdraw: Callable[[], object] = bool
     """Does nothing: MPI cannot cancel a collective."""
@@ -63,7 +62,7 @@ class MpiRound:
         self._outgoing, self._incoming = self.send.data.cast("B"), self.receive.data.cast("B")
 
     def meet(self, first: int, second: int) -> int:
-        """Contribute two numbers, and return the result if it is there within `_POLLS`."""
+        """Contribute two numbers, and return the result if it is complete within `_POLLS`."""
         _VALUES.pack_into(self._outgoing, 0, first, _MASK - first, second, _MASK - second)
         self.start()
         test = self.test
@@ -76,16 +75,16 @@ class MpiRound:
 
     def done(self) -> bool:
         """Return whether every rank has started this round."""
-        # `_end` is never 0. It is called to fill in `receive`. A request that is done is null or
-        # inactive, and testing it again returns true (MPI 4.1, section 3.7.3).
+        # `_end` never returns 0. It is called to fill in `receive`. A request that is done is null
+        # or inactive, and testing it again returns true (MPI 4.1, section 3.7.3).
         return self.test() and bool(self._end())
 
     def _end(self) -> int:
-        """Return what `meet` does of a round that is done."""
+        """Return the result of `meet` for a round that is complete."""
         return 2 if self._incoming == self._outgoing else 1
 
     def rest(self, waited_s: float) -> None:
-        """Let others have the core for a moment."""
+        """Leave the core to others for a moment."""
         if self.is_busy and waited_s < _LONG_S:
             os.sched_yield()
         else:
@@ -100,8 +99,8 @@ class _PersistentRound(MpiRound):
     """A round over a persistent collective (MPI 4.1, section 6.13)."""
 
     # Its messages are short enough for libraries to send them without waiting for their arrival.
-    # With longer ones, MPICH over TCP ends a rank that has sent to another one that was killed,
-    # before this package can report that one.
+    # With longer messages, MPICH over TCP ends a rank that has sent to a killed rank, before
+    # mpistrat can report the killed rank.
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         super().__init__()
@@ -123,19 +122,19 @@ class _NonblockingRound(MpiRound):
             request = comm.Iallreduce(self.send, self.receive, MPI.MAX)
 
         self.start = start
-        # Not `request.Test` itself: each `start` makes a new request.
+        # Not `request.Test` itself: each `start` creates a new request.
         self.test = lambda: request.Test()
 
 
 class GatheredRound(MpiRound):
-    """A round of few ranks, which gather the values of all, with room for a few numbers."""
+    """A round of few ranks, which gather the values of all, with space for a few numbers."""
 
-    # In place of MAX, which leaves no room for numbers that are reduced in another way.
+    # Not a MAX, which has no space for numbers that need a different reduction.
 
     room = 32
-    """How many bytes may travel with a round."""
+    """How many bytes can be sent with a round."""
     MOST_RANKS = 4
-    """So no message is longer than two blocks: see `_PersistentRound`."""
+    """Limit that keeps every message within two blocks: see `_PersistentRound`."""
     is_shared = False
 
     def __init__(self, comm: MPI.Intracomm) -> None:
@@ -152,7 +151,7 @@ class GatheredRound(MpiRound):
         self._own_room, self._rooms = own[head:], gathered[:, head:]
         own_place, places = address_of(self._own_room), address_of(self._rooms)
         self.way: dict[str, int] = {"values": own_place, "largest": places, "turns": length}
-        """The numbers by name with which compiled code finds what travels."""
+        """Parameters, by name, with which compiled code finds the data of a round."""
         request: Any
         try:
             request = comm.Allgather_init(own, gathered)
@@ -164,7 +163,7 @@ class GatheredRound(MpiRound):
                 request = comm.Iallgather(own, gathered)
 
             self.start = start
-            # As above: each `start` makes a new request.
+            # As above: each `start` creates a new request.
             self.test = lambda: request.Test()
         else:
             self.start, self.test, self.free = request.Start, request.Test, request.Free
@@ -180,15 +179,15 @@ class GatheredRound(MpiRound):
         return 2
 
     def attach(self, source: np.ndarray) -> None:
-        """Have `source` travel with the next round."""
+        """Send `source` with the next round."""
         self._own_room[: source.nbytes] = source.reshape(-1).view(np.uint8)
 
     def brought(self) -> Sequence[memoryview]:
-        """Return, by rank, the bytes that came with the last round: views, until the next one."""
+        """Return, by rank, the bytes sent with the last round; they are valid until the next."""
         return [each.data for each in self._rooms]
 
     def result(self, op: ReduceOp, dtype: np.dtype) -> Callable[[np.ndarray], object]:
-        """Return what writes the reduction of numbers that came with the last round to an array."""
+        """Return a function that writes the reduction of the last round's numbers to an array."""
         function, library = compiled_function(op, dtype), native_library()
         if function is not None and library is not None:
             divisor = self._size if op is ReduceOp.MEAN else 1
@@ -205,7 +204,7 @@ class GatheredRound(MpiRound):
 
 
 class SharedRound:
-    """A round in memory that all ranks share, with room for a few numbers."""
+    """A round in memory that all ranks share, with space for a few numbers."""
 
     is_shared = True
 
@@ -218,7 +217,8 @@ class SharedRound:
         self.done = functools.partial(library.round_done, pointer, receive, 1)
         self._rest = functools.partial(library.round_rest, pointer, receive)
         self.expect = functools.partial(library.round_expect, pointer, _LOOK_NS)
-        # A rank that comes later waits, and learns why, in place of finding all there.
+        # After this, a rank that arrives later does not find all ranks there: it waits, and learns
+        # why.
         self.withdraw = functools.partial(library.reduce_withdraw, pointer)
         self.way: dict[str, int] = {
             "rounds": pointer,
@@ -226,28 +226,28 @@ class SharedRound:
             "largest": receive,
             "turns": _TURNS,
         }
-        """The numbers by name with which compiled code meets the other ranks."""
+        """Parameters, by name, with which compiled code runs a round."""
         # `way` has the parameters of `round_meet`, in its order.
         self.meet = functools.partial(library.round_meet, *self.way.values())
         self.room = min(node.ROUND_BYTES, _ROOM_OF_ALL // node.size)
-        """How many bytes may travel with a round."""
+        """How many bytes can be sent with a round."""
         self._size = node.size
-        self._node = weakref.ref(node)  # whose memory goes at the end of the transport
+        self._node = weakref.ref(node)  # the end of the transport frees its memory
         self.attach = functools.partial(library.round_contribute, pointer, 0)
         self._result = functools.partial(library.round_result, pointer)
 
     def rest(self, waited_s: float) -> None:
-        """Let others have the core for a moment, or until one of them has come."""
+        """Leave the core to others for a moment, or until another rank has arrived."""
         self._rest()
 
     def brought(self) -> Sequence[memoryview]:
-        """Return, by rank, the bytes that came with the last round: views, until the next one."""
+        """Return, by rank, the bytes sent with the last round; they are valid until the next."""
         node = self._node()
         assert node is not None
         return node.brought()
 
     def result(self, op: ReduceOp, dtype: np.dtype) -> Callable[[np.ndarray], object]:
-        """Return what writes the reduction of numbers that came with the last round to an array."""
+        """Return a function that writes the reduction of the last round's numbers to an array."""
         function = compiled_function(op, dtype)
         assert function is not None
         divisor = self._size if op is ReduceOp.MEAN else 1

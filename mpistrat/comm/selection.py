@@ -26,11 +26,11 @@ _SHARED = CommunicationImplementation.SHARED
 _STAGED = CommunicationImplementation.STAGED
 
 _SHARING = (_AUTO, _SHARED, _NCCL)
-"""With these, host arrays go through shared memory. NCCL is about device arrays alone."""
+"""With these, host arrays are reduced in shared memory. NCCL affects only device arrays."""
 
 
 def check_options(options: CommunicationOptions, capabilities: DeviceCapabilities) -> None:
-    """Refuse NCCL, or MPI on device memory, where it cannot be used."""
+    """Raise for NCCL, or MPI on device memory, if it cannot be used."""
     if options.implementation is _NCCL and capabilities.why_not_nccl:
         raise ValueError(
             "CommunicationImplementation.NCCL reduces arrays on GPUs of which each rank has its "
@@ -44,7 +44,7 @@ def check_options(options: CommunicationOptions, capabilities: DeviceCapabilitie
 
 
 def check_plan(options: CommunicationOptions, plan: Plan) -> None:
-    """Refuse device arrays of a dtype that NCCL does not know, where NCCL is asked for."""
+    """Raise for device arrays whose dtype NCCL does not support, if NCCL is requested."""
     if options.implementation is not _NCCL:
         return
     for pack in plan.packs:
@@ -64,8 +64,8 @@ def choose_reducer(
     num_bytes: int,
     capabilities: DeviceCapabilities | None = None,
 ) -> tuple[Reducer, str]:
-    """Return what reduces a message by `op`, and why; `capabilities` for one in device memory."""
-    # Everything that decides is equal on all ranks, so they choose the same without a message.
+    """Return the reducer of a message, and why; `capabilities` if it is in device memory."""
+    # All inputs of the decision are equal on all ranks, so they choose the same without a message.
     if capabilities is None or capabilities.copier is None:
         return _choose_on_host(transport, options, op, dtype, num_bytes)
     way, why = _STAGED, "there is nothing to move"
@@ -73,7 +73,7 @@ def choose_reducer(
         way, why = choose_way(options, op, dtype, capabilities)
     if way is _NCCL and capabilities.link is not None:
         return NcclReducer(capabilities.link), why
-    # By the size of the whole message, so that the bits are those of a host array.
+    # Chosen by the size of the whole message, so that the bits are the same as for a host array.
     on_host, why_on_host = _choose_on_host(transport, options, op, dtype, num_bytes, staged=True)
     staged = StagedReducer(capabilities.copier, on_host)
     if way is _MPI:
@@ -113,11 +113,11 @@ def _choose_on_host(
     if is_narrow(dtype):
         return ReduceScatterReducer(transport), f"MPI cannot add {dtype}"
     if dtype.char == "g" and op in (ReduceOp.MIN, ReduceOp.MAX):
-        # Other floats travel as integers that are ordered alike: see `as_ordered_integers`.
+        # Other floats are sent as integers in the same order: see `as_ordered_integers`.
         return ReduceScatterReducer(transport), f"MPI does not define {op.name} of NaN"
     asked, node = options.implementation, transport.node
     if not transport.has_fast_paths and transport.size > 1 and (asked in _SHARING or staged):
-        # The bits of shared memory, and of what travels with a round.
+        # It has the same bits as shared memory, and as numbers that are sent with a round.
         return ReduceScatterReducer(transport), "fast paths are off"
     if options.deterministic:
         if _keeps_order(node, op, dtype) and (asked in _SHARING or staged):
@@ -140,6 +140,6 @@ def _keeps_order(node: NodeReducer | None, op: ReduceOp, dtype: np.dtype) -> Typ
 
 
 def is_shareable(options: CommunicationOptions, op: ReduceOp, pack: Pack) -> bool:
-    """Return whether shared memory may be used for `pack`, where there is some."""
+    """Return whether shared memory may be used for `pack`, if there is any."""
     is_known = compiled_function(op, pack.dtype) is not None and not pack.on_device
     return is_known and not is_narrow(pack.wire) and options.implementation in _SHARING

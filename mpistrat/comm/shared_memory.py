@@ -21,15 +21,15 @@ from mpistrat.native import native_library
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_MAP_FIXED = 0x10  # of <linux/mman.h>; the module mmap does not name it
+_MAP_FIXED = 0x10  # from <linux/mman.h>; the module mmap lacks it
 _TOKEN_BYTES = 16
 
 
 def share_memory_file(comm: MPI.Comm, num_bytes: int) -> np.ndarray | None:
     """Return zeros that all ranks of `comm`, on one node, map, if they can. **Collective**.
 
-    Each page lies near the core that writes to it first. The system takes all back when the last
-    process unmaps it, also one that is killed.
+    Each page is stored near the core that first writes to it. The system frees the memory when the
+    last process unmaps it, even a process that is killed.
     """
     file = _share(comm, num_bytes, is_sparse=False)
     return None if file is None else file.memory
@@ -49,7 +49,7 @@ def _share(comm: MPI.Comm, num_bytes: int, is_sparse: bool) -> NodeFile | None:
 
 
 def all_of(comm: MPI.Comm, is_true: bool) -> bool:
-    """Return whether something is true on all ranks of `comm`. **Collective**."""
+    """Return whether a condition is true on all ranks of `comm`. **Collective**."""
     from mpi4py import MPI
 
     found = np.array([is_true], np.uint8)
@@ -58,20 +58,21 @@ def all_of(comm: MPI.Comm, is_true: bool) -> bool:
 
 
 class NodeFile:
-    """Zeros that processes of a node share, with a lock; memory is taken where it is written to."""
+    """Zeros that processes of a node share, with a lock; a page uses memory once written to."""
 
     def __init__(self, memory: np.ndarray, handle: int | None, token: bytes) -> None:
         self.memory = memory
         self.token = token
-        """Tells files apart."""
+        """Bytes that identify the file."""
         self._handle = handle
         if handle is not None:
-            # Only the lock needs the handle: a mapping stays valid when it is closed (mmap(2)).
+            # Only the lock needs the handle: a mapping stays valid when the handle is closed
+            # (mmap(2)).
             weakref.finalize(self, os.close, handle)
 
     @classmethod
     def of_process(cls, num_bytes: int) -> NodeFile:
-        """Return memory of this process alone."""
+        """Return memory that is private to this process."""
         token, size = os.urandom(_TOKEN_BYTES), max(num_bytes, 1)
         with contextlib.suppress(OSError, AttributeError):
             made = MemoryFile.new(num_bytes)
@@ -87,7 +88,7 @@ class NodeFile:
     def of_node(cls, comm: MPI.Comm, num_bytes: int, known: bytes | None) -> NodeFile | None:
         """Return memory of the ranks of each node of `comm`. **Collective**.
 
-        ``None`` where they share that of the token `known` already, or cannot share any.
+        ``None`` if they share the memory of the token `known` already, or cannot share any.
         """
         from mpi4py import MPI
 
@@ -95,7 +96,7 @@ class NodeFile:
         try:
             with revoked_on_loss(node):
                 tokens = node.allgather(known)
-            # Every rank of the node has the tokens of all, so all return here, or none.
+            # Every rank of the node has the tokens of all, so either all return here, or none.
             if known is not None and tokens.count(known) == len(tokens):
                 return None
             with revoked_on_loss(node):
@@ -117,15 +118,15 @@ class NodeFile:
 
 
 def _free_bytes() -> int:
-    """Return how much memory the node can still give, as Linux estimates it."""
+    """Return how much memory is still available on the node, as Linux estimates it."""
     with open("/proc/meminfo") as file:
         fields = dict(line.split(":") for line in file)
     return sum(int(fields[name].split()[0]) for name in ("MemAvailable", "SwapFree")) * 1024
 
 
 Place = tuple[str, bytes]
-"""The path of a file, and the token behind its memory. Another rank may see another /proc, as in a
-container: the token proves that it is the same file there."""
+"""The path of a file, and the token behind its memory. Another rank may see a different /proc, for
+example in a container: the token shows that it is the same file there."""
 
 
 class MemoryFile:
@@ -139,27 +140,28 @@ class MemoryFile:
     def new(cls, num_bytes: int) -> MemoryFile:
         """Return a file of `num_bytes` zeros and a token."""
         made = cls(os.memfd_create("mpistrat"), os.urandom(_TOKEN_BYTES))
-        # The token lies behind the memory, where no rank writes. Pages of a hole read as zeros.
+        # The token is stored behind the memory, where no rank writes. Pages of a hole read as
+        # zeros.
         os.truncate(made._handle, num_bytes + _TOKEN_BYTES)
         os.pwrite(made._handle, made.place[1], num_bytes)
         return made
 
     @classmethod
     def offer(cls, num_bytes: int, is_sparse: bool = False) -> MemoryFile | None:
-        """Return a new file, ``None`` where the node cannot give its memory."""
+        """Return a new file, ``None`` if the node does not have enough memory."""
         with contextlib.suppress(OSError, AttributeError, KeyError):  # Linux has memfd_create
-            # Else a rank would be killed where it writes to what is not there.
+            # Otherwise the system would kill a rank that writes to memory that does not exist.
             if is_sparse or num_bytes <= _free_bytes():
                 return cls.new(num_bytes)
         return None
 
     def close(self) -> None:
-        """Keep those from mapping the file who have not yet."""
+        """Close the file: ranks that have not mapped it yet no longer can."""
         os.close(self._handle)
 
 
 def map_file(place: Place, num_bytes: int) -> NodeFile | None:
-    """Return the memory of the file at `place`, ``None`` if there is none, or another."""
+    """Return the memory of the file at `place`, ``None`` if there is none or a different one."""
     path, token = place
     try:
         # Opened again, so that each process has its own lock on it.
@@ -181,7 +183,7 @@ def map_file(place: Place, num_bytes: int) -> NodeFile | None:
 
 
 class Arena:
-    """Hands out whole pages of shared memory."""
+    """Allocates whole pages of shared memory."""
 
     def __init__(self, memory: np.ndarray) -> None:
         self._memory = memory
@@ -190,7 +192,7 @@ class Arena:
         """Start and stop of the free parts; sorted, and no two of them touch."""
 
     def take(self, num_bytes: int) -> int | None:
-        """Return the address of `num_bytes` bytes, ``None`` where they are not left."""
+        """Return the address of `num_bytes` bytes, ``None`` if not enough are left."""
         length = _whole_pages(num_bytes)
         for i, (start, stop) in enumerate(self._free):
             if stop - start >= length:
@@ -199,11 +201,11 @@ class Arena:
         return None
 
     def give_back(self, address: int, num_bytes: int) -> None:
-        """Take back what was handed out."""
+        """Free memory that `take` has returned."""
         start = address - self._base
         stop = start + _whole_pages(num_bytes)
         # Free neighbours are merged at once. `take` looks for one part that is long enough, and
-        # would find none between many short ones that touch.
+        # would find none among many short ones that touch.
         i = bisect.bisect(self._free, (start, stop))
         if i < len(self._free) and self._free[i][0] == stop:
             stop = self._free.pop(i)[1]
@@ -213,10 +215,11 @@ class Arena:
         self._free.insert(i, (start, stop))
 
     def leave(self, address: int, num_bytes: int) -> None:
-        """Make what was handed out the memory of this process alone, with its content."""
-        # Only in a process of one thread, such as a fork: others would see it empty for a moment.
-        # The rank continues to write to the shared pages. MAP_FIXED puts private pages at the same
-        # addresses (mmap(2)), so the arrays of the program keep their pointers and their content.
+        """Make memory that `take` has returned private to this process, with its content."""
+        # Only in a process of one thread, such as a fork: other threads would see the memory empty
+        # for a moment. The rank continues to write to the shared pages. MAP_FIXED puts private
+        # pages at the same addresses (mmap(2)), so the program's arrays keep their pointers and
+        # their content.
         content = ctypes.string_at(address, num_bytes)
         protection = mmap.PROT_READ | mmap.PROT_WRITE
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
@@ -229,7 +232,7 @@ def _whole_pages(num_bytes: int) -> int:
     return -(-num_bytes // _PAGE) * _PAGE
 
 
-# The class `mmap.mmap` cannot map to a given address.
+# The class `mmap.mmap` cannot map to a chosen address.
 @functools.lru_cache
 def _mmap() -> Any:
     function = ctypes.CDLL(None, use_errno=True).mmap
@@ -242,17 +245,17 @@ def _mmap() -> Any:
 
 
 _HALF_BYTES = 2**20
-"""Of a buffer of a reduction. Pages that no reduction needs are never touched."""
+"""Bytes of half a buffer of a reduction. Pages that no reduction needs are never touched."""
 
 _ARENA_BYTES = 2**26
-"""Of each rank, for results. Others come from elsewhere, and have to be copied out."""
+"""Bytes per rank for results. Results outside of the arena have to be copied out."""
 
 _ROUND_BYTES = 2**14
 _ROUND_HEAD = 64
 _PAGE = mmap.PAGESIZE
-# Of each rank, one behind the other: the line and the halves of the rounds, of the reductions, of
-# the reductions in the background, and the arena. The additional page of each has room for the
-# heads of the line and of its halves, and keeps the starts on whole pages.
+# For each rank, one behind the other: the line and the halves of the rounds, of the reductions and
+# of the background reductions, and the arena. The additional page of each holds the heads of the
+# line and of its halves, and keeps the starts at whole pages.
 _ROUND_SEQUENCE_BYTES = 2 * _ROUND_BYTES + _PAGE
 _BACKGROUND_START = _ROUND_SEQUENCE_BYTES + _PAGE + 2 * _HALF_BYTES
 _ARENA_START = -(-(_BACKGROUND_START + _PAGE + 2 * _HALF_BYTES) // _PAGE) * _PAGE
@@ -260,22 +263,21 @@ _BYTES_PER_RANK = _ARENA_START + _ARENA_BYTES
 
 # These must be changed together with the enum and `struct sequence` of native/sequences.c and .h.
 _HAS_LEFT = 24
-"""Bytes from the start of a rank's line: whether it waits for others no longer."""
+"""Bytes from the start of a rank's line to the flag that it no longer waits for others."""
 _LINE_HEAD = 128
 """Bytes from the start of a rank's line to its halves."""
 _STEP, _PATIENCE, _KEEPS_CORE = 2, 6, 7
-"""Where the C structure has the number of steps, and how it waits."""
+"""Offsets in the C structure: the number of steps, and how a wait uses the core."""
 _BUSY_NS, _SHARED_NS = 50_000, 10_000
-"""How long a wait takes a core for itself, and one that others need. To wake a thread takes 5 to 50
-us."""
+"""How long a wait keeps its own core, and a shared core. Waking a thread takes 5 to 50 us."""
 
 
 class WaitLeft(Exception):
-    """A rank has left what all wait for in shared memory, as another one is dead."""
+    """A rank has left a wait in shared memory, because a different rank is dead."""
 
 
 class StepSequence:
-    """One sequence of steps of all ranks in shared memory, as ``native/sequences.c`` takes it."""
+    """One sequence of steps of all ranks in shared memory, used by ``native/sequences.c``."""
 
     def __init__(
         self, rank: int, half: int, lines: list[int], arena: int = 0, arena_bytes: int = 0
@@ -288,23 +290,23 @@ class StepSequence:
 
     @property
     def step(self) -> int:
-        """The steps at which this rank has arrived."""
+        """Number of steps at which this rank has arrived."""
         return int(self._structure[_STEP])
 
     def leave(self) -> None:
-        """Have every rank leave the waits of this sequence, for good, from any thread."""
-        # Only this rank writes to its line, so this needs no lock. Who sleeps looks at it again
+        """Let every rank leave the waits of this sequence, permanently, from any thread."""
+        # Only this rank writes to its line, so this needs no lock. A sleeping rank looks at it
         # within a few milliseconds, without being woken.
         self._has_left.value = 1
 
     def check(self) -> None:
-        """Raise where a wait has ended because ranks leave."""
-        # A wait that ends because a different rank has left sets the flag in its line too.
+        """Raise if a wait has ended because ranks leave."""
+        # A wait that ends because a different rank has left sets the flag in its own line too.
         if self._has_left.value:
             raise WaitLeft
 
     def wait_busily(self, is_busy: bool) -> None:
-        """Have waits keep the core until they are long, or only while they are short."""
+        """Set whether waits keep the core until they are long, or only while they are short."""
         self._structure[_PATIENCE] = _BUSY_NS if is_busy else _SHARED_NS
         self._structure[_KEEPS_CORE] = is_busy
 
@@ -315,7 +317,7 @@ class NodeMemory:
     BLOCK_BYTES = _HALF_BYTES
     """The largest block of a reduction."""
     ROUND_BYTES = _ROUND_BYTES
-    """How much may travel with a round."""
+    """How many bytes can be sent with a round."""
 
     def __init__(
         self, memory: np.ndarray, rank: int, size: int, library: Any, shares_cores: bool = False
@@ -326,7 +328,7 @@ class NodeMemory:
         self._memory = memory
         self._base: int = memory.ctypes.data
         lines = [self._base + each * _BYTES_PER_RANK for each in range(size)]
-        # One sequence for each kind of work that runs at the same time.
+        # One sequence per kind of work, because the kinds run at the same time.
         self.rounds = StepSequence(rank, _ROUND_HEAD + _ROUND_BYTES, lines)
         self.reductions, self.background = (
             StepSequence(
@@ -335,8 +337,7 @@ class NodeMemory:
             for start, length in ((_ROUND_SEQUENCE_BYTES, _ARENA_BYTES), (_BACKGROUND_START, 0))
         )
         first = _LINE_HEAD + _ROUND_HEAD
-        # The two halves are used in turn: `half_of` in native/sequences.c takes the one of `step &
-        # 1`.
+        # The two halves are used in turn: `half_of` in native/sequences.c selects half `step & 1`.
         self._brought = [
             [
                 memory[start : start + _ROUND_BYTES].data
@@ -346,7 +347,8 @@ class NodeMemory:
         ]
         self.shares_cores = shares_cores
         """Whether there are more ranks than cores."""
-        # Its thread waits while the main thread computes, and must not take a core from it.
+        # The background thread waits while the main thread computes, and must not take a core from
+        # it.
         self.background.wait_busily(False)
         self.wait_busily(True)
         start = rank * _BYTES_PER_RANK + _ARENA_START
@@ -355,28 +357,28 @@ class NodeMemory:
 
     @staticmethod
     def offer(num_ranks: int) -> MemoryFile | None:
-        """Return a file for the memory of `num_ranks` ranks on this node, if there can be one."""
+        """Return a file for the memory of `num_ranks` ranks on this node, if possible."""
         return MemoryFile.offer(_BYTES_PER_RANK * num_ranks)
 
     @classmethod
     def open(cls, place: Place, rank: int, size: int, num_cores: int) -> NodeMemory | None:
-        """Return the memory that the ranks of a node, on so many cores, share, if this one can."""
+        """Return the memory that the ranks of a node share, if this rank can map it."""
         file, library = map_file(place, _BYTES_PER_RANK * size), native_library()
         if file is None or library is None:
             return None
         return cls(file.memory, rank, size, library, size > num_cores)
 
     def wait_busily(self, is_busy: bool) -> None:
-        """Set how the calling thread waits: busily only where each rank has a core."""
+        """Set how the calling thread waits: busily only if each rank has a core."""
         for sequence in (self.rounds, self.reductions):
             sequence.wait_busily(is_busy and not self.shares_cores)
 
     def brought(self) -> Sequence[memoryview]:
-        """Return what each rank has brought to the last round: views, until the next one."""
+        """Return each rank's contribution to the last round; valid until the next round."""
         return self._brought[self.rounds.step & 1]
 
     def leave(self) -> None:
-        """Have every rank leave its waits, for good, from any thread."""
+        """Let every rank leave its waits, permanently, from any thread."""
         for sequence in (self.rounds, self.reductions, self.background):
             sequence.leave()
 

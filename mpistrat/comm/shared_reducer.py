@@ -20,7 +20,7 @@ from mpistrat.system.background import Background
 _BLOCK_BYTES = 2**19
 _ALIGNMENT = 64
 _SMALL_BYTES = 2**15
-"""Up to here, over all ranks, a wait costs more than to reduce everything on every rank."""
+"""Up to this size, over all ranks, a wait costs more than reducing everything on every rank."""
 _ALL_BYTES = 2**62
 
 
@@ -30,8 +30,8 @@ class RowOrder:
     def __init__(
         self, num_replicas: int, nodes_of_ranks: Sequence[Sequence[tuple[int, int]]]
     ) -> None:
-        # Nodes are given by first row and width, for each rank. The compiled code wants to know,
-        # for each, with how many earlier sums it is combined.
+        # Nodes are defined by first row and width, per rank. For each node, the compiled code needs
+        # the number of earlier sums with which it is combined.
         count = 0
 
         def combine(left: None, right: None) -> None:
@@ -46,20 +46,20 @@ class RowOrder:
             combined.append(count)
             most_sums = max(most_sums, len(fold.nodes))
         self.num_rows = [len(nodes) for nodes in nodes_of_ranks]
-        """How many rows each rank brings."""
-        # As `struct order` of native/sequences.h, by address.
+        """How many rows each rank contributes."""
+        # Stored as `struct order` of native/sequences.h, and passed by address.
         self._structure = np.array([most_sums, *self.num_rows, *combined], np.int64)
         self.pointer: int = self._structure.ctypes.data
         """The address of the C structure, valid as long as this object."""
 
 
 class LocalRows:
-    """Combines rows of this rank alone, in one pass over memory. For one thread at a time."""
+    """Combines the rows of only this rank, in one pass over memory. For one thread at a time."""
 
     def __init__(self, library: Any) -> None:
         self._reduce = library.reduce
         self._line = np.zeros(32, np.int64)
-        # A sequence of one rank: its steps are complete as soon as it arrives, so nothing waits.
+        # A sequence of one rank: its steps are complete as soon as it arrives, so it never waits.
         self._sequence = StepSequence(0, 0, [self._line.ctypes.data])
 
     def combine(
@@ -70,7 +70,7 @@ class LocalRows:
         targets: Sequence[np.ndarray],
         divisor: int = 1,
     ) -> None:
-        """Combine `rows`, each of one array for each target, and divide the sums."""
+        """Combine `rows`, each with one array per target, and divide the sums."""
         function = compiled_function(op, targets[0].dtype)
         assert function is not None
         way = self._sequence.pointer, function[0], divisor, function[1], order.pointer
@@ -78,7 +78,7 @@ class LocalRows:
 
 
 class SharedMemoryReducer:
-    """Reduces messages in `memory`, each element in a fixed tree, by one rank for all."""
+    """Reduces messages in `memory`, in a fixed tree; one rank reduces an element for all."""
 
     min_bytes = 0
     keeps_order = True
@@ -87,7 +87,7 @@ class SharedMemoryReducer:
         self._memory = memory
         self._occupancy = occupancy
         self.sizes = (_BLOCK_BYTES, _SMALL_BYTES // memory.size)
-        """Bytes of a block, and up to which every rank reduces all of it; equal on all ranks."""
+        """Bytes of a block, and bytes up to which every rank reduces all; equal on all ranks."""
         self._contribute = functools.partial(
             memory.library.reduce_contribute, memory.reductions.pointer
         )
@@ -101,22 +101,21 @@ class SharedMemoryReducer:
         return compiled_function(op, dtype) is not None
 
     def attach(self, message: Message) -> None:
-        """Copy in what others need of the first block of `message`."""
-        # Publishes the targets too: if those of all ranks are in arenas, each rank writes its slice
-        # to all of them, and nobody copies results out.
+        """Copy in the parts of the first block of `message` that other ranks need."""
+        # This also publishes the targets: if the targets of all ranks are in arenas, each rank
+        # writes its slice to all of them, and no rank copies results out.
         self._contribute(*self.sizes, message.sources, message.targets)
         self._attached = message
 
     def detach(self) -> None:
-        """Withdraw what was attached last."""
-        # For an empty message `reduce_contribute` arrives at no step, so there is none to take
-        # back.
+        """Withdraw the message that was attached last."""
+        # For an empty message `reduce_contribute` arrives at no step, so there is none to withdraw.
         if self._attached is not None and self._attached.num_bytes:
             self.withdraw()
         self._attached = None
 
     def way(self, op: ReduceOp, dtype: np.dtype, num_bytes: int) -> dict[str, int]:
-        """Return the numbers with which compiled code reduces an array by `op` in this memory."""
+        """Return the parameters with which compiled code reduces an array in this memory."""
         function = compiled_function(op, dtype)
         if function is None:
             return {}
@@ -136,16 +135,16 @@ class SharedMemoryReducer:
         """Return ``None``: there is one node."""
 
     def check(self) -> None:
-        """Raise where a wait of compiled code has ended because ranks leave."""
+        """Raise if a wait of compiled code has ended because ranks leave."""
         self._memory.reductions.check()
 
     def withdraw(self) -> None:
-        """Withdraw what compiled code has attached."""
+        """Withdraw the data that compiled code has attached."""
         self._memory.library.reduce_withdraw(self._memory.reductions.pointer)
 
     def all_reduce(self, op: ReduceOp, message: Message) -> None:
         """Reduce each array of `message`. **Collective**."""
-        # `_attached` is cleared before the reduction: from then on the others read the
+        # `_attached` is cleared before the reduction: from then on other ranks read the
         # contribution, and `detach` must not withdraw it, even if the reduction raises.
         is_attached = self._attached is message
         self._attached = None
@@ -162,30 +161,30 @@ class SharedMemoryReducer:
     ) -> None:
         """Combine all rows of all ranks in `order`, and divide them. **Collective**.
 
-        `rows` are those of this rank, one behind the other, each of one array for each target.
+        `rows` are the rows of this rank, one behind the other, each with one array per target.
         """
         function = compiled_function(op, targets[0].dtype)
         assert function is not None
         # One half of a rank holds all of its rows of a block. So the rank with the most rows limits
-        # the block, which must be equal on all ranks.
+        # the block size, which must be equal on all ranks.
         most = self._memory.BLOCK_BYTES // max(order.num_rows) // _ALIGNMENT * _ALIGNMENT
         sizes = min(_BLOCK_BYTES, most), _SMALL_BYTES // sum(order.num_rows)
         sequence, num_rows = self._memory.reductions, order.num_rows[self._memory.rank]
         way = sequence.pointer, function[0], divisor, function[1], order.pointer, num_rows
         with self._occupancy:
             self._memory.library.reduce(*way, *sizes, False, rows, targets)
-            # If a rank has left, the function in C has returned early, and anything may be in the
-            # targets.
+            # If a rank has left, the function in C has returned early, and the content of the
+            # targets is undefined.
             sequence.check()
 
     def reduce(self, op: ReduceOp, message: Message, root: int) -> None:
-        """Reduce each array of `message`, on every rank: that costs no more. **Collective**."""
+        """Reduce each array of `message`, on every rank: it costs the same. **Collective**."""
         self.all_reduce(op, message)
 
     def start_all_reduce(self, op: ReduceOp, message: Message) -> Callable[[], object]:
-        """Have a thread reduce each array of `message`; return the function that waits for it."""
-        # With its own sequence: the main thread may reduce at the same time, and a sequence
-        # counts the steps of one series of collectives.
+        """Let a thread reduce each array of `message`; return the function that waits for it."""
+        # With its own sequence: the main thread may reduce at the same time, and a sequence counts
+        # the steps of one series of collectives.
         end = self._background.submit(lambda: self._reduce(self._memory.background, op, message))
 
         def wait() -> None:
@@ -201,13 +200,13 @@ class SharedMemoryReducer:
         update: Callable[[int, np.ndarray], object],
         target: np.ndarray | None = None,
     ) -> None:
-        """Sum `source`, of which each rank owns a part, and share what comes of it. **Collective**.
+        """Sum `source`, of which each rank owns a part, and share the updated sums. **Collective**.
 
         All arrays are in C order, and equally long on all ranks. Part r begins at element
-        ``starts[r]``; the last of `starts` is the length. ``update(begin, sums)`` is called for one
-        chunk of this rank's part after the other, which begins at element `begin` of `source`. It
-        may overwrite `sums`; what is there then, of all ranks, comes to `target`, but this rank's
-        own part stays as it is there.
+        ``starts[r]``; the last of `starts` is the length. For each chunk of this rank's part,
+        ``update(begin, sums)`` is called; the chunk begins at element `begin` of `source`. `update`
+        may overwrite `sums`. The values that all ranks leave there are copied to `target`, except
+        this rank's own part, which stays unchanged in `target`.
         """
         memory, itemsize = self._memory, source.dtype.itemsize
         function = compiled_function(ReduceOp.SUM, source.dtype)
@@ -218,24 +217,24 @@ class SharedMemoryReducer:
         most = memory.BLOCK_BYTES // memory.size // _ALIGNMENT * _ALIGNMENT
         begin, longest = starts[memory.rank], int(np.diff(bounds).max())
         with self._occupancy:
-            # Every rank makes as many turns as the longest part needs, with empty chunks at the end
-            # of a shorter one: each turn is two steps, which all must arrive at.
+            # Every rank runs as many iterations as the longest part needs, with empty chunks at the
+            # end of a shorter part: each iteration is two steps, at which all ranks must arrive.
             for at in range(0, longest, most):
                 where = (bounds.ctypes.data, at, most)
                 room = library.reduce_part(sequence, function[0], address_of(source), *where)
                 memory.reductions.check()
                 if room[1]:
-                    # In place, which is safe: nobody reads this half before `collect_parts` arrives
-                    # at the next step.
+                    # In place, which is safe: no rank reads this half before `collect_parts`
+                    # arrives at the next step.
                     update(begin + at // itemsize, memory.view(*room).view(source.dtype))
                 library.collect_parts(sequence, 0 if target is None else address_of(target), *where)
                 memory.reductions.check()
 
     def moved_bytes(self, num_bytes: int, in_arenas: bool) -> int:
         """Return how many bytes a rank reads and writes to reduce one array out of place."""
-        # `in_arenas` says whether the results of all ranks lie in shared memory.
+        # `in_arenas` says whether the results of all ranks are in shared memory.
         size = self._memory.size
-        if num_bytes <= self.sizes[1]:  # all is copied in, and every rank reduces all
+        if num_bytes <= self.sizes[1]:  # each rank copies in all, and reduces all
             return (2 + size + 1) * num_bytes
         slice_bytes = num_bytes // size
         copied_in = 2 * (num_bytes - slice_bytes)
@@ -245,7 +244,7 @@ class SharedMemoryReducer:
         return copied_in + num_bytes + 2 * slice_bytes + copied_out
 
     def drain(self) -> None:
-        """Wait for the thread to be idle."""
+        """Wait until the thread is idle."""
         with self._occupancy:
             self._background.drain()
 
@@ -263,7 +262,7 @@ class SharedMemoryReducer:
         assert function is not None
         number, itemsize = function
         divisor = self._memory.size if op is ReduceOp.MEAN else 1
-        # The 0 and 1 say: no row order, one row for each rank.
+        # The 0 and the 1 mean: no row order, and one row per rank.
         self._memory.library.reduce(
             sequence.pointer,
             number,

@@ -1,4 +1,4 @@
-"""Transport protocol: moves arrays between ranks; also a world of one rank."""
+"""Transport protocol, which moves arrays between ranks; and a transport of one rank."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ class Reducer(Protocol):
         """Begin `all_reduce`, and return the local function that ends it, to be called once."""
 
     def reduce(self, op: ReduceOp, message: Message, root: int) -> None:
-        """Write the reductions to the targets on `root`; elsewhere anything may be in them."""
+        """Write the reductions to the targets on `root`; elsewhere the targets are undefined."""
 
 
 class Occupancy:
-    """Reentrant context manager of waits for data: true while any thread is inside."""
+    """Reentrant context manager for waits for data: true while any thread is inside."""
 
-    # Inside, nothing can be raised: `failures` asks before it ends this process.
+    # Inside, no error can be raised: `failures` checks this before it ends the process.
 
     __slots__ = ("_calls", "on_exit")
 
     def __init__(self) -> None:
-        # A list, because threads enter and exit at the same time: a counter could lose one.
+        # A list, because threads enter and exit at the same time: a counter could lose one of them.
         self._calls: list[None] = []
         self.on_exit: Callable[[BaseException | None], object] | None = None
-        """Called at the end of a wait with its error, to raise what the program can understand."""
+        """Called with the error at the end of a wait, to raise one that the program understands."""
 
     def __enter__(self) -> None:
         self._calls.append(None)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        # First: `on_exit` may raise, and this thread would count as inside forever.
+        # First, because `on_exit` may raise, and this thread would then count as inside forever.
         self._calls.pop()
         if self.on_exit is not None:
             self.on_exit(error)
@@ -60,7 +60,7 @@ class Round(Protocol):
     """A reusable MAX reduction of a few integers, started by each rank and then polled."""
 
     send: np.ndarray
-    """The values of this rank, uint64; to be filled before `start`."""
+    """The values of this rank, uint64; they must be filled before `start`."""
     receive: np.ndarray
     """The largest of each value over all ranks, valid once `done` has returned True."""
 
@@ -74,7 +74,7 @@ class Round(Protocol):
 
     @property
     def withdraw(self) -> Callable[[], object]:
-        """Takes back what `start` contributed, where that is possible: this rank gives up."""
+        """Withdraws the contribution of `start`, if that is possible: this rank gives up."""
 
     @property
     def meet(self) -> Callable[[int, int], int]:
@@ -82,38 +82,38 @@ class Round(Protocol):
         # Returns 0 if ranks are missing, 2 if all have contributed the same, else 1.
 
     def rest(self, waited_s: float) -> None:
-        """Let others have the core for a moment, in a wait that has lasted `waited_s`."""
+        """Leave the core to others for a moment, in a wait that has lasted `waited_s`."""
 
     @property
     def expect(self) -> Callable[[int], bool]:
-        """Tells that this rank comes to collective number N, and looks whether all others do."""
+        """Announces that this rank reaches collective N, and returns whether all others do."""
 
 
 class Piggyback(Round, Protocol):
-    """A round with room for a few numbers: a small reduction needs no message for itself."""
+    """A round with space for a few numbers, so that a small reduction needs no extra message."""
 
     room: int
-    """How many bytes may travel with a round."""
+    """How many bytes can be sent with a round."""
     is_shared: bool
-    """Whether the ranks meet in memory that they share, else by MPI."""
+    """Whether the round is in memory that the ranks share, else over MPI."""
     way: dict[str, int]
-    """The numbers by name with which compiled code meets the other ranks, or finds what travels."""
+    """Parameters, by name, with which compiled code runs a round, or finds its data."""
 
     def attach(self, source: np.ndarray) -> None:
-        """Have `source` travel with the next round."""
+        """Send `source` with the next round."""
 
     def result(self, op: ReduceOp, dtype: np.dtype) -> Callable[[np.ndarray], object]:
-        """Return what writes the reduction of numbers that came with the last round to an array."""
+        """Return a function that writes the reduction of the last round's numbers to an array."""
 
     def brought(self) -> Sequence[memoryview]:
-        """Return, by rank, the bytes that came with the last round: views, until the next one."""
+        """Return, by rank, the bytes sent with the last round; they are valid until the next."""
 
 
 class NodeReducer(Reducer, Protocol):
-    """Reduces messages of dtypes and reductions that it knows, in memory that ranks share."""
+    """Reduces messages of the dtypes and ops that it knows, in memory that ranks share."""
 
     min_bytes: int
-    """Below, a message is reduced faster by MPI."""
+    """MPI reduces smaller messages faster."""
     keeps_order: bool
     """Whether the operands of all ranks are combined in the tree of `comm.ops.combine`."""
 
@@ -126,29 +126,29 @@ class NodeReducer(Reducer, Protocol):
         # before this rank agrees on anything else.
 
     def detach(self) -> None:
-        """Withdraw what was attached last, if it was not reduced."""
+        """Withdraw the message that was attached last, if it was not reduced."""
 
     def way(self, op: ReduceOp, dtype: np.dtype, num_bytes: int) -> dict[str, int]:
-        """Return the numbers, by name, with which compiled code reduces an array, if it can."""
-        # `check` is called after its waits, and `withdraw` where the ranks do not agree.
+        """Return the parameters, by name, with which compiled code reduces an array, if it can."""
+        # `check` is called after its waits, and `withdraw` if the ranks do not agree.
 
     def ready(self, op: ReduceOp, dtype: np.dtype) -> Callable[[np.ndarray], object] | None:
-        """Return what reduces a slice over nodes in place, ``None`` where there is one node."""
+        """Return a function that reduces a slice over nodes in place, ``None`` with one node."""
 
     def check(self) -> None:
-        """Raise where a wait of compiled code has ended because ranks leave."""
+        """Raise if a wait of compiled code has ended because ranks leave."""
 
     def withdraw(self) -> None:
-        """Withdraw what compiled code has brought, and not reduced."""
+        """Withdraw data that compiled code has contributed and not reduced."""
 
     def drain(self) -> None:
         """Wait for every reduction that was started."""
 
     def revoke(self) -> None:
-        """Have every rank leave its waits in the communicator, where there is one."""
+        """Let every rank leave its waits in the communicator, if there is one."""
 
     def close(self) -> None:
-        """End its thread, and free its communicator, where it has one."""
+        """End its thread, and free its communicator, if it has them."""
 
 
 class RowReducer(Protocol):
@@ -157,24 +157,24 @@ class RowReducer(Protocol):
     def reduce_rows(
         self, op: ReduceOp, rows: Sequence[Sequence[np.ndarray]], targets: Sequence[np.ndarray]
     ) -> None:
-        """Reduce `rows`, one for each replica of this rank, to `targets`."""
-        # Each row is as the sources of a `Message`. Not all of its arrays are empty.
+        """Reduce `rows`, one per replica of this rank, to `targets`."""
+        # Each row is like the sources of a `Message`. At least one of its arrays is not empty.
 
     def reduce_messages(self, op: ReduceOp, messages: Sequence[Message]) -> object:
-        """Reduce messages, one for each replica of this rank, to the targets of each."""
+        """Reduce messages, one per replica of this rank, to the targets of each."""
 
 
 class Transport(Protocol):
-    """One group of ranks that moves bytes."""
+    """A group of ranks between which data is moved."""
 
-    # Every method but `round`, `send`, `receive` and `abort` is collective: all ranks call it with
-    # buffers of the same dtype and length, where nothing else is said. Nothing is checked here,
-    # because `agreement` has proved that all ranks make the same call.
+    # Every method except `round`, `send`, `receive` and `abort` is collective: unless noted
+    # otherwise, all ranks call it with buffers of the same dtype and length. The methods check
+    # nothing, because `agreement` has checked that all ranks make the same call.
 
     rank: int
     size: int
     library: str
-    """Name and version of the MPI library, ``"none"`` without."""
+    """Name and version of the MPI library, ``"none"`` without MPI."""
     world_ranks: Sequence[int]
     """The ranks in COMM_WORLD, empty without MPI."""
     world_size: int
@@ -182,9 +182,9 @@ class Transport(Protocol):
     pool: Pool
     """Memory for results."""
     occupancy: Occupancy
-    """Whether this rank is inside, waiting for the data of other ranks."""
+    """Whether this rank is inside a wait for the data of other ranks."""
     has_fast_paths: bool
-    """Whether calls may keep what earlier ones have found out; the same on all ranks."""
+    """Whether calls may reuse the results of earlier checks; the same on all ranks."""
 
     @property
     def node(self) -> NodeReducer | None:
@@ -192,13 +192,13 @@ class Transport(Protocol):
 
     @property
     def piggyback(self) -> Piggyback | None:
-        """The round that `round` has returned last, if it has room for numbers."""
+        """The round that `round` has returned last, if it has space for numbers."""
 
     def all_reduce(self, op: ReduceOp, source: np.ndarray, target: np.ndarray) -> None:
-        """Reduce `source` over ranks, not by MEAN, to `target`, which may be the same array."""
+        """Reduce `source` over ranks, except by MEAN, to `target`, which may be the same array."""
 
     def ready(self, op: ReduceOp, dtype: np.dtype) -> Callable[[np.ndarray, np.ndarray], object]:
-        """Return what does `all_reduce` by `op` to a source and a target of `dtype` on the host."""
+        """Return a function `(source, target)` that does `all_reduce` by `op` on host arrays."""
 
     def start_all_reduce(
         self, op: ReduceOp, source: np.ndarray, target: np.ndarray
@@ -212,24 +212,24 @@ class Transport(Protocol):
         """Replace `buffer` on `root` by its reduction over ranks."""
 
     def broadcast(self, buffer: np.ndarray, root: int) -> None:
-        """Replace `buffer` on every rank by that of `root`."""
+        """Replace `buffer` on every rank by the buffer of `root`."""
 
     def broadcast_each(self, buffers: Sequence[np.ndarray], roots: Sequence[int]) -> None:
-        """Replace each of `buffers` on every rank by that of its root, all of them at a time."""
+        """Replace each of `buffers` on every rank by its root's buffer, all at the same time."""
 
     def all_gather(
         self, part: np.ndarray, counts: Sequence[int], out: np.ndarray | None = None
     ) -> np.ndarray:
         """Return the 1-d parts of all ranks, of `counts` elements each, one behind the other."""
-        # In `out` if that is given, here and in `all_to_all`; it shares no memory with `part`.
+        # In `out` if it is passed, here and in `all_to_all`; it shares no memory with `part`.
 
     def start_all_gather(
         self, part: np.ndarray, counts: Sequence[int]
     ) -> Callable[[], np.ndarray | None]:
-        """Begin to gather short parts; the function returned gives ``None`` until all are there."""
+        """Begin to gather short parts; the returned function returns ``None`` until all arrive."""
 
     def gather(self, part: np.ndarray, counts: Sequence[int], root: int) -> np.ndarray | None:
-        """Do `all_gather` for `root` alone; ``None`` on the other ranks."""
+        """Do `all_gather` on only `root`; return ``None`` on the other ranks."""
 
     def all_to_all(
         self,
@@ -240,35 +240,35 @@ class Transport(Protocol):
         is_even: bool = False,
     ) -> np.ndarray:
         """Send each rank its part of `buffer`, and return the parts sent to this one."""
-        # Rank r gets ``counts[r]`` elements and sends ``incoming[r]``. All is 1-d and in rank
-        # order. With `is_even` all these numbers are equal, on all ranks.
+        # Rank r gets ``counts[r]`` elements and sends ``incoming[r]``. All arrays are 1-d and in
+        # rank order. With `is_even` all these numbers are equal, on all ranks.
 
     def send(self, buffer: np.ndarray, rank: int) -> None:
         """Send `buffer` to `rank`, which calls `receive`."""
 
     def receive(self, buffer: np.ndarray, rank: int) -> None:
-        """Overwrite `buffer` with what `rank` sends."""
+        """Overwrite `buffer` with the data that `rank` sends."""
 
     def round(self, num_values: int) -> Round:
         """Return a new round of `num_values` integers, without waiting."""
 
     def wait_busily(self, is_busy: bool) -> None:
-        """Have waits keep the core, or leave it to other threads of this rank."""
+        """Set whether waits keep the core, or leave it to other threads of this rank."""
 
     def lost_ranks(self, error: BaseException | None) -> list[int] | None:
-        """Return the ranks that are known to be dead, if `error` comes of that, else ``None``.
+        """Return the ranks that are known to be dead, if that caused `error`, else ``None``.
 
-        A wait that has ended without an error has failed too, if a rank is known to be dead.
+        If a rank is known to be dead, a wait that has ended without an error has failed too.
         """
 
     def leave_waits(self) -> None:
-        """Have waits for data in shared memory end with an error, from any thread."""
+        """Let waits for data in shared memory end with an error, from any thread."""
 
     def revoke(self) -> None:
-        """Have every rank leave its waits for data with an error, as one of them is dead."""
+        """Let every rank leave its waits for data with an error, because one rank is dead."""
 
     def close(self) -> None:
-        """Free what MPI and the system have lent; nothing may be under way."""
+        """Free the resources of MPI and of the system; no operation may be pending."""
 
     def abort(self, exit_code: int) -> None:
         """End every process of the job."""
@@ -278,7 +278,7 @@ _MASK = 2**64 - 1
 
 
 def copied(array: np.ndarray, out: np.ndarray | None) -> np.ndarray:
-    """Return a copy of `array`, which is `out` if that is given."""
+    """Return a copy of `array`, in `out` if it is passed."""
     if out is None:
         return np.array(array)
     np.copyto(out, array)
@@ -289,21 +289,21 @@ class SoloRound:
     """A round of one rank."""
 
     def __init__(self, num_values: int) -> None:
-        # One array for both: the largest values of one rank are its own.
+        # One array for both: with one rank, the largest values are its own.
         self.send = self.receive = np.zeros(num_values, np.uint64)
         self.start: Callable[[], object] = bool
         self.done: Callable[[], bool] = lambda: True
         self.withdraw: Callable[[], object] = bool
 
     def rest(self, waited_s: float) -> None:
-        """Do nothing: nobody waits."""
+        """Do nothing: no rank waits."""
 
     def expect(self, number: int) -> bool:
         """Return True: no other rank is missing."""
         return True
 
     def meet(self, first: int, second: int) -> int:
-        """Contribute two numbers, which are those of all ranks."""
+        """Contribute two numbers, which are equal on all ranks, because there is one."""
         self.send[:] = first, _MASK - first, second, _MASK - second
         return 2
 
@@ -330,7 +330,7 @@ class SoloTransport:
             np.copyto(target, source)
 
     def ready(self, op: ReduceOp, dtype: np.dtype) -> Callable[[np.ndarray, np.ndarray], object]:
-        """Return what copies a source to a target."""
+        """Return a function that copies a source to a target."""
         return functools.partial(self.all_reduce, op)
 
     def start_all_reduce(
@@ -341,16 +341,16 @@ class SoloTransport:
         return bool
 
     def drain(self) -> None:
-        """Do nothing: nothing is under way."""
+        """Do nothing: no reduction is pending."""
 
     def reduce(self, op: ReduceOp, buffer: np.ndarray, root: int) -> None:
-        """Leave `buffer` as it is."""
+        """Leave `buffer` unchanged."""
 
     def broadcast(self, buffer: np.ndarray, root: int) -> None:
-        """Leave `buffer` as it is."""
+        """Leave `buffer` unchanged."""
 
     def broadcast_each(self, buffers: Sequence[np.ndarray], roots: Sequence[int]) -> None:
-        """Leave `buffers` as they are."""
+        """Leave `buffers` unchanged."""
 
     def all_gather(
         self, part: np.ndarray, counts: Sequence[int], out: np.ndarray | None = None
@@ -361,7 +361,7 @@ class SoloTransport:
     def start_all_gather(
         self, part: np.ndarray, counts: Sequence[int]
     ) -> Callable[[], np.ndarray | None]:
-        """Return what returns a copy of `part`."""
+        """Return a function that returns a copy of `part`."""
         return lambda: np.array(part)
 
     def gather(self, part: np.ndarray, counts: Sequence[int], root: int) -> np.ndarray | None:
@@ -380,28 +380,28 @@ class SoloTransport:
         return copied(buffer, out)
 
     def send(self, buffer: np.ndarray, rank: int) -> None:
-        """Refuse: there is no other rank."""
+        """Raise: there is no other rank."""
         raise AssertionError("a world of one rank has nobody to send to")
 
     def receive(self, buffer: np.ndarray, rank: int) -> None:
-        """Refuse: there is no other rank."""
+        """Raise: there is no other rank."""
         raise AssertionError("a world of one rank has nobody to receive from")
 
     def round(self, num_values: int) -> SoloRound:
-        """Return a round that is done at once."""
+        """Return a round that is complete at once."""
         return SoloRound(num_values)
 
     def wait_busily(self, is_busy: bool) -> None:
-        """Do nothing: no rank is waited for."""
+        """Do nothing: there are no waits for ranks."""
 
     def lost_ranks(self, error: BaseException | None) -> None:
         """Return ``None``: there is no other rank."""
 
     def leave_waits(self) -> None:
-        """Do nothing: nobody waits."""
+        """Do nothing: no rank waits."""
 
     def revoke(self) -> None:
-        """Do nothing: nobody waits."""
+        """Do nothing: no rank waits."""
 
     def close(self) -> None:
         """Do nothing: there is nothing to free."""

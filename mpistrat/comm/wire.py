@@ -1,4 +1,4 @@
-"""Wire format: dtypes that travel, casts to them, ordered keys."""
+"""Wire format: dtypes of messages, casts to them, ordered keys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpistrat.options import ReduceOp
 from mpistrat.sharding import cut
 
 TEXT_KINDS = "SU"
-"""Kinds of dtype whose width is that of the longest text in an array."""
+"""Kinds of dtype whose width is the width of the longest string in an array."""
 
 _INTEGERS = "bhilqBHILQ"
 _FLOATS = "fdg"
@@ -25,9 +25,9 @@ _NARROW = ("float16", "bfloat16")
 
 @functools.lru_cache
 def wire_dtype(op: ReduceOp, dtype: np.dtype, asked: str | None = None) -> np.dtype:
-    """Return the dtype in which arrays of `dtype` travel to be reduced by `op`."""
-    # `asked` is `CommunicationOptions.wire_dtype`, for floats under SUM and MEAN. 16-bit floats
-    # then travel as they are, whichever is asked for; otherwise as float32.
+    """Return the dtype in messages when arrays of `dtype` are reduced by `op`."""
+    # `asked` is `CommunicationOptions.wire_dtype`, for floats with SUM and MEAN. 16-bit floats are
+    # then sent as they are, whichever dtype is requested; otherwise they are sent as float32.
     if asked is not None and op in (ReduceOp.SUM, ReduceOp.MEAN):
         if is_narrow(dtype):
             return _native(dtype)
@@ -65,7 +65,7 @@ def result_dtype(op: ReduceOp, dtype: np.dtype) -> np.dtype:
 
 
 def identity(op: ReduceOp, wire: np.dtype, dtype: np.dtype) -> Any:
-    """Return the number that leaves others of `dtype`, which travel as `wire`, as they are."""
+    """Return the identity of `op` for `dtype`, which is sent as `wire`."""
     if op not in (ReduceOp.MIN, ReduceOp.MAX):
         return int(op is ReduceOp.PROD)
     is_min = op is ReduceOp.MIN
@@ -79,22 +79,22 @@ def identity(op: ReduceOp, wire: np.dtype, dtype: np.dtype) -> Any:
 
 @functools.lru_cache
 def is_narrow(dtype: np.dtype) -> bool:
-    """Return whether `dtype` is a 16-bit float, which is too narrow to add up in."""
+    """Return whether `dtype` is a 16-bit float, which is too narrow for sums."""
     return dtype.name in _NARROW
 
 
 def is_floating(dtype: np.dtype) -> bool:
-    """Return whether `dtype` is one of the real floats that are known here."""
+    """Return whether `dtype` is one of the supported real floats."""
     return dtype.char in _FLOATS or is_narrow(dtype)
 
 
 def accumulator_dtype(wire: np.dtype) -> np.dtype:
-    """Return the dtype in which what travels as `wire` is added up."""
+    """Return the dtype in which messages of dtype `wire` are added up."""
     return np.dtype(np.float32) if is_narrow(wire) else wire
 
 
 def named_dtype(name: str) -> np.dtype:
-    """Return the dtype of a name, also of ml_dtypes and of structures, such as "[('a', '<i4')]"."""
+    """Return the dtype of a name, also for ml_dtypes and structures, such as "[('a', '<i4')]"."""
     if name.startswith(("[", "{")):
         structure: np.dtype = np.dtype(ast.literal_eval(name))
         return structure
@@ -114,7 +114,7 @@ _SUBNORMAL_BITS = 24
 """Subnormal numbers of float16 are multiples of 2**-24."""
 
 _CHUNK = 2**14
-"""Elements at a time, so that temporaries stay in the cache."""
+"""Number of elements at a time, so that temporaries stay in the cache."""
 
 
 def cast(array: np.ndarray, dtype: np.dtype, copy: bool = False) -> np.ndarray:
@@ -147,7 +147,7 @@ def _is_wide(dtype: np.dtype) -> bool:
 
 
 def _chunks(target: np.ndarray, array: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield 1-d parts of both, in native byte order; writes to the first are kept."""
+    """Yield 1-d parts of both, in native byte order; writes to the first array's parts are kept."""
     with np.nditer(
         [target, array],
         ["external_loop", "buffered", "zerosize_ok"],
@@ -162,11 +162,11 @@ def _round(target: np.ndarray, array: np.ndarray) -> None:
     """Round to float16, to nearest and even, as NumPy does."""
     is_small = np.abs(array) < _SMALLEST_NORMAL
     if is_small.any():
-        # Next to this number the spacing of the wide dtype is that of the subnormal numbers.
+        # Next to this number the spacing of the wide dtype is the spacing of the subnormal numbers.
         mantissa_bits = np.finfo(array.dtype).nmant
         anchor = np.copysign(array.dtype.type(2.0 ** (mantissa_bits - _SUBNORMAL_BITS)), array)
         # Adding the anchor rounds to the spacing of subnormal float16, to nearest and even, in one
-        # step; taking it away again is exact. `copysign` keeps the sign of zero.
+        # step; subtracting it again is exact. `copysign` keeps the sign of zero.
         rounded = np.copysign((array + anchor) - anchor, array)
         array = np.where(is_small, rounded, array)
     target[...] = array
@@ -181,18 +181,18 @@ def _widened() -> np.ndarray:
 _SIGNED = {np.dtype(np.float32): np.int32, np.dtype(np.float64): np.int64}
 
 _PART = 2**17
-"""Elements at a time, for the same reason."""
+"""Number of elements at a time, for the same reason."""
 
 
 def _is_reordered(op: ReduceOp, dtype: np.dtype) -> bool:
-    """Return whether numbers of `dtype` travel as integers under `op`."""
+    """Return whether numbers of `dtype` are sent as integers for `op`."""
     return dtype in _SIGNED and op in (ReduceOp.MIN, ReduceOp.MAX)
 
 
 def as_ordered_integers(op: ReduceOp, buffer: Array) -> Array:
     """Rewrite the floats of `buffer` in place, and return it as integers to reduce."""
-    # MPI does not define MIN and MAX of NaN; integers are ordered everywhere alike.
-    # Other dtypes, and longdouble, for which there is no integer, stay as they are.
+    # MPI does not define MIN and MAX of NaN; the order of integers is the same everywhere. Other
+    # dtypes stay unchanged, also longdouble, which has no integer of the same size.
     if not _is_reordered(op, buffer.dtype):
         return buffer
     keys = buffer.view(_SIGNED[buffer.dtype])
@@ -216,7 +216,7 @@ def as_floats(op: ReduceOp, keys: Array, dtype: np.dtype) -> Array:
 
 
 def _parts(keys: Array) -> list[Array]:
-    """Return parts of `keys`, all of it where that is on a device."""
+    """Return parts of `keys`; one part if it is on a device."""
     if keys.size <= _PART or not is_on_host(keys):
         return [keys]
     flat = keys.reshape(-1)
@@ -224,7 +224,8 @@ def _parts(keys: Array) -> list[Array]:
 
 
 def _flip_negatives(keys: Array) -> None:
-    # The bits of negative floats fall as the float rises: flip all but the sign. Twice is once.
+    # If a float is negative, its bits decrease as it rises: flip all but the sign. Flipping twice
+    # restores it.
     keys ^= (keys >> (8 * keys.itemsize - 1)) & np.iinfo(keys.dtype).max
 
 
@@ -234,7 +235,7 @@ def _beyond(op: ReduceOp, dtype: np.dtype) -> int:
 
 
 def with_width(array: Array, itemsize: int) -> np.ndarray:
-    """Return `array` in host memory, text as wide as `itemsize` bytes an element."""
+    """Return `array` in host memory, with strings `itemsize` bytes wide per element."""
     host, kind = host_view(array), array.dtype.kind
     if kind not in TEXT_KINDS or host.itemsize == itemsize:
         return host

@@ -1,4 +1,4 @@
-"""Closures that a chief schedules on workers, under `mpistrat.ParameterServerStrategy`."""
+"""Schedule function calls on workers, under `mpistrat.ParameterServerStrategy`."""
 
 from mpistrat.coordinator.coordinator import ClusterCoordinator, RemoteValue
 from mpistrat.coordinator.per_worker import (

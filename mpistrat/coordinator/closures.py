@@ -1,7 +1,8 @@
-"""Closures: a function by its name, its arguments as pickle, and what comes back.
+"""Closures: calls that the chief sends to workers, and the results that they send back.
 
-Both travel between the ranks of one job, with a digest of the code. Variables, optimizers,
-iterators and the strategy go by number, as each rank has them.
+The chief sends the name of the function, a digest of its code, and the arguments as pickle. In
+place of a variable, an optimizer, an iterator or the strategy it sends a number, because each rank
+has its own copy of the object.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ _LENGTH = struct.Struct("<I")
 
 
 class FunctionName(NamedTuple):
-    """How a function is found on another rank."""
+    """Name under which other ranks find a function."""
 
     module: str
     path: str
     digest: str
-    """Of its code, empty where it has none in Python."""
+    """Digest of its code. Empty if the function is not written in Python."""
 
 
 def name_of_function(what: str, function: Any) -> FunctionName:
-    """Return the name of a function by which other ranks find the same, or raise `TypeError`."""
+    """Return the name under which other ranks find a function, or raise `TypeError`."""
     if not callable(function):
         raise TypeError(f"{what} takes a function, not {function!r}.")
     module, path = _place_of(function)
@@ -60,7 +61,7 @@ def name_of_function(what: str, function: Any) -> FunctionName:
 
 
 def _place_of(function: Any) -> tuple[str, str]:
-    """Return the module and the path in it by which a function is to be found."""
+    """Return the module of a function and its path there. Both are empty if there is no name."""
     owner = getattr(function, "__self__", None)
     if owner is None or isinstance(owner, type | ModuleType):
         module = getattr(function, "__module__", None)
@@ -74,7 +75,7 @@ def _place_of(function: Any) -> tuple[str, str]:
 
 
 def look_up(name: FunctionName) -> Any:
-    """Return what this rank has under a name, or ``None``."""
+    """Return the object that has this name on this rank, or ``None``."""
     try:
         found: Any = importlib.import_module(name.module)
         for attribute in name.path.split("."):
@@ -92,11 +93,11 @@ def _digest(function: Any) -> str:
 
 
 def _facts(code: CodeType) -> tuple[Any, ...]:
-    """Return what makes code do what it does, whatever its place in a file."""
+    """Return the parts of code that decide what it does, without its position in the file."""
     constants = [
         _facts(each)
         if isinstance(each, CodeType)
-        else sorted(map(repr, each))  # whose order differs from process to process
+        else sorted(map(repr, each))  # a set has a different order in each process
         if isinstance(each, frozenset)
         else repr(each)
         for each in code.co_consts
@@ -105,11 +106,14 @@ def _facts(code: CodeType) -> tuple[Any, ...]:
 
 
 _found: dict[str, Callable[..., Any]] = {}
-"""Functions that were looked up before, by their names."""
+"""Functions that were looked up before, keyed by their names."""
 
 
 def find_function(text: str) -> Callable[..., Any]:
-    """Return the function of a name, or raise why this rank has another one."""
+    """Return the function with this name.
+
+    Raises `RuntimeError` if this rank has no such function, or one with different code.
+    """
     known = _found.get(text)
     if known is not None:
         return known
@@ -130,13 +134,13 @@ def find_function(text: str) -> Callable[..., Any]:
 
 
 def join_body(name: FunctionName, arguments: bytes = b"") -> bytes:
-    """Return the name of a function and packed arguments as they travel."""
+    """Return the bytes to send for a function name and packed arguments."""
     text = "\0".join(name).encode()
     return _LENGTH.pack(len(text)) + text + arguments
 
 
 def split_body(body: Any) -> tuple[str, memoryview]:
-    """Return the name of the function of a closure, as text, and its arguments."""
+    """Return the name of the function of a closure, as a string, and its packed arguments."""
     view = memoryview(body)
     (length,) = _LENGTH.unpack_from(view)
     begin = _LENGTH.size + length
@@ -144,14 +148,14 @@ def split_body(body: Any) -> tuple[str, memoryview]:
 
 
 _DONE, _FAILED = 0, 1
-"""The kinds of an outcome."""
+"""Kinds of outcomes."""
 
 
 class Travels:
-    """Base of objects that travel by a token in place of themselves."""
+    """Base class of objects in place of which a token is sent."""
 
     def _token(self) -> Any:
-        """Return the token, or raise why there is none."""
+        """Return the token, or raise an error if the object cannot be sent."""
         raise NotImplementedError
 
 
@@ -177,40 +181,40 @@ class Closure:
         self.number = number
         self.name = name
         self.body: bytes | None = None
-        """What is sent, until there is an outcome."""
+        """The bytes to send; dropped once there is an outcome."""
         self.buffers: list[np.ndarray] = []
         self.generation = generation
-        """How many errors were raised before it was scheduled."""
+        """Number of errors that were raised before it was scheduled."""
         self.is_independent = is_independent
-        """Whether its error is only for whoever asks for its result, and cancels nothing."""
+        """Whether only the caller that asks for its result sees its error; it cancels nothing."""
         self.killed: tuple[str, ...] = ()
-        """The names of the workers that were lost while they ran it."""
+        """Names of the workers that were lost while they ran it."""
         self.rank: int | None = None
-        """Where it runs."""
+        """Rank of the worker that runs it."""
         self.since_ns = 0
         self.outcome: Outcome | Exception | None = None
 
     def has_failed(self) -> bool:
-        """Return whether it has raised an error, or killed its workers."""
+        """Return whether it has raised an error or killed its workers."""
         outcome = self.outcome
         if isinstance(outcome, Outcome):
             return outcome.kind == _FAILED
         return isinstance(outcome, WorkerLostError)
 
     def error(self) -> Exception:
-        """Return the error that is in the place of a result, new each time."""
+        """Return a new copy of the error that it ended with."""
         outcome = self.outcome
         if isinstance(outcome, Outcome):
             return error_of(outcome)
         assert outcome is not None
-        # A new object each time: raise adds a traceback to it, and the error may be raised several
-        # times.
+        # Copy it, because each raise adds a traceback to the object, and the error may be raised
+        # several times.
         error = type(outcome)(*outcome.args)
         error.__dict__.update(outcome.__dict__)
         return error
 
     def end(self, outcome: Outcome | Exception) -> None:
-        """Note the outcome, or the error in place of one, and drop the arguments."""
+        """Store the outcome, or the error if there is none, and drop the arguments."""
         self.outcome, self.body, self.buffers = outcome, None, []
 
     def __repr__(self) -> str:
@@ -218,7 +222,7 @@ class Closure:
 
 
 class Outcome(NamedTuple):
-    """What a closure has returned or raised, as it travels."""
+    """Result or error of a closure, in the form in which it is sent."""
 
     kind: int
     body: Any
@@ -228,7 +232,7 @@ class Outcome(NamedTuple):
 def pack_arguments(
     job: ServerJob, name: FunctionName, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[bytes, list[np.ndarray]]:
-    """Return function and arguments as they travel, a copy of all."""
+    """Return a copy of the function name and the arguments, ready to send."""
     if not args and not kwargs:
         return join_body(name), []
     try:
@@ -236,7 +240,7 @@ def pack_arguments(
     except (ValueError, TypeError) as error:
         _add_note(error, f"In an argument of {name.path}, which travels as pickle.")
         raise
-    except Exception as error:  # objects raise what they like
+    except Exception as error:  # pickling an object may raise any exception
         raise TypeError(
             f"schedule: an argument of {name.path} cannot be pickled: {error}. Pass what it is "
             "made of, such as arrays, numbers and dicts."
@@ -245,7 +249,7 @@ def pack_arguments(
 
 
 def _substitutes(job: ServerJob) -> Callable[[Any], Any | None]:
-    """Return what gives a token for what every rank has by a number."""
+    """Return a function that returns the token to send for an object, or ``None``."""
 
     def token(thing: Any) -> Any | None:
         if isinstance(thing, RemoteVariable) and thing.strategy is job.strategy:
@@ -268,7 +272,7 @@ def _substitutes(job: ServerJob) -> Callable[[Any], Any | None]:
 
 
 def unpack(job: ServerJob, data: Any, body: Any, buffers: Sequence[np.ndarray]) -> Any:
-    """Return an object that has travelled; without `data` there are no iterators in it."""
+    """Return the object that was received. Without `data` it may not contain iterators."""
 
     def find(token: Any) -> Any:
         kind, *details = token
@@ -286,9 +290,9 @@ def unpack(job: ServerJob, data: Any, body: Any, buffers: Sequence[np.ndarray]) 
 
 
 def run_closure(job: ServerJob, data: Any, body: Any, buffers: Sequence[np.ndarray]) -> Outcome:
-    """Run what `pack_arguments` has packed, and return the outcome, whatever happens.
+    """Run a closure that `pack_arguments` has packed, and return its result or error.
 
-    `data` gives the iterators of this worker.
+    `data` holds the iterators of this worker.
     """
     process, code = os.getpid(), 0
     job.closure_depth += 1
@@ -296,7 +300,7 @@ def run_closure(job: ServerJob, data: Any, body: Any, buffers: Sequence[np.ndarr
         with job.strategy.scope():
             result = _call(job, data, body, buffers)
             outcome = _outcome_of_result(job, result)
-    # The user ends the job; that is not an outcome of the closure.
+    # Here the user ends the job, so this is not an outcome of the closure.
     except KeyboardInterrupt:
         raise
     except BaseException as error:
@@ -307,11 +311,10 @@ def run_closure(job: ServerJob, data: Any, body: Any, buffers: Sequence[np.ndarr
             code = 1
     finally:
         job.closure_depth -= 1
-        if os.getpid() != process:  # a fork that the closure has made is no worker
+        if os.getpid() != process:  # the closure has forked, and the child is not a worker
             sys.stdout.flush()
             sys.stderr.flush()
-            # Without the exit handlers of Python, which would call MPI in a process that is not a
-            # rank.
+            # Skip Python's exit handlers: they would call MPI in a process that is not a rank.
             os._exit(code)
     return outcome
 
@@ -326,7 +329,10 @@ def _call(job: ServerJob, data: Any, body: Any, buffers: Sequence[np.ndarray]) -
 
 
 def _site_of(error: BaseException, body: Any) -> str:
-    """Return where a closure has failed; outside of the user's code, what it was to call."""
+    """Return the line on which a closure has failed.
+
+    If that is not in the user's code, return the place of the function that it calls.
+    """
     site = failure_site(error.__traceback__)
     if site != UNKNOWN_PLACE:
         return site
@@ -355,7 +361,7 @@ def _outcome_of_error(
     rank, site = job.group.rank, _site_of(error, body)
     call = describe_call(job, body, buffers)
     note = f"worker {job.workers.index(rank)} (rank {rank}) at {site}, in {call}"
-    # Raised again on the chief, a StopIteration would silently end a loop of the program.
+    # The chief raises the error again, and a StopIteration would silently end a loop there.
     if isinstance(error, StopIteration):
         error = OutOfRangeError("The iterator of a data set has no further element.")
     elif not isinstance(error, Exception):
@@ -364,9 +370,9 @@ def _outcome_of_error(
     cause = error.__cause__ if isinstance(error, ClosureInputError) else None
     for given in ((error, cause), (error, None if cause is None else _in_words(cause))):
         try:
-            # A round trip, because some exceptions can be pickled but not unpickled: their __init__
-            # takes other arguments than `args`. The chief would get that error and not the one of
-            # the closure.
+            # Try to unpickle it here too. Some exceptions can be pickled but not unpickled, because
+            # their __init__ takes different arguments than `args`. The chief would then raise the
+            # error of unpickling in place of the closure's.
             data, buffers = split_object(given, _nothing)
             copied, _ = join_object(data, buffers, _same)
             if type(copied) is type(error):
@@ -379,13 +385,13 @@ def _outcome_of_error(
 
 
 def _add_note(error: BaseException, note: str) -> None:
-    """Add a line that tracebacks show, where Python does so."""
+    """Add a line that tracebacks show, in Python versions that show notes."""
     notes: Any = getattr(error, "__notes__", [])
     error.__dict__["__notes__"] = [*notes, note]
 
 
 def _in_words(error: BaseException) -> RuntimeError:
-    """Return an error that can travel in the place of one that cannot."""
+    """Return an error with the same text, for one that cannot be pickled."""
     lines = "".join(traceback.format_exception(error))
     return RuntimeError(f"{type(error).__name__}: {text_of(error)}\n{lines}")
 
@@ -413,7 +419,7 @@ _MAX_CHARACTERS = 400
 
 
 class _Shortened(reprlib.Repr):
-    """Short forms of arguments: enough of each to know which closure it was."""
+    """Short forms of arguments, long enough to recognize the closure."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -421,14 +427,14 @@ class _Shortened(reprlib.Repr):
         self.maxstring = self.maxother = 100
 
     def repr1(self, x: Any, level: int) -> str:
-        """Return the short form of anything; of arrays that are not small dtype and shape."""
+        """Return the short form of any object; for large arrays only dtype and shape."""
         if isinstance(x, np.ndarray):
             return brief(x) if small_values(x) is not None else f"array {array_type(x)}"
         return super().repr1(x, level)
 
 
 class _Named:
-    """Stands for a variable, an optimizer or the like, which travels by its number."""
+    """Placeholder for an object that is sent by number, such as a variable."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -441,9 +447,10 @@ _shortened = _Shortened()
 
 
 def describe_call(job: ServerJob, body: Any, buffers: Sequence[np.ndarray]) -> str:
-    """Return what a closure calls, as ``step(3, rate=0.1)``, from what `pack_arguments` returned.
+    """Return the call of a closure as text, such as ``step(3, rate=0.1)``.
 
-    It never raises, and makes nothing on this rank, such as iterators.
+    Takes the bytes and buffers that `pack_arguments` returned. It never raises, and creates no
+    iterators or other objects on this rank.
     """
     text, rest = split_body(body)
     path = FunctionName(*text.split("\0")).path
@@ -464,7 +471,7 @@ def describe_call(job: ServerJob, body: Any, buffers: Sequence[np.ndarray]) -> s
         args, kwargs = join_object(rest, buffers, find)
         shown = [_shortened.repr(each) for each in args]
         shown += [f"{name}={_shortened.repr(each)}" for name, each in kwargs.items()]
-    except Exception:  # objects raise what they like when they are unpickled or shown
+    except Exception:  # unpickling an object, and its repr, may raise any exception
         shown = ["..."]
     joined = " ".join(", ".join(shown).split())
     if len(joined) > _MAX_CHARACTERS:

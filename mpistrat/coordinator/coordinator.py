@@ -1,4 +1,4 @@
-"""ClusterCoordinator: schedules closures on workers, from the chief, as remote values."""
+"""ClusterCoordinator: the chief schedules closures on workers and gets remote values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,14 @@ from mpistrat.variables import Variable
 
 
 class RemoteValue(Travels):
-    """The result of a closure, made by `ClusterCoordinator.schedule`.
+    """Result of a closure, which may not have run yet. `ClusterCoordinator.schedule` returns it.
+
+    Parameters
+    ----------
+    dispatcher : Dispatcher
+        The dispatcher of the chief, which runs the closure.
+    closure : Closure
+        The closure whose result this is.
 
     Examples
     --------
@@ -47,14 +54,15 @@ class RemoteValue(Travels):
         Returns
         -------
         object
-            What the closure has returned, arrays as NumPy's; the same object each time.
+            The value that the closure has returned, with NumPy arrays for all arrays. Each call
+            returns the same object.
 
         Raises
         ------
         Exception
-            What the closure has raised.
+            The error that the closure has raised.
         CancelledError
-            If it was not run.
+            If the closure was not run.
         """
         if not self._is_read:
             self._dispatcher.wait_for(self._closure)
@@ -64,14 +72,20 @@ class RemoteValue(Travels):
         return self._value
 
     def _fetch_or_error(self) -> Any:
-        """Return the result, or the error in its place."""
+        """Return the result, or the error that the closure has raised."""
         try:
             return self.fetch()
         except Exception as error:
             return error.with_traceback(None)
 
     def get(self) -> Any:
-        """Return `fetch()`. Local: on the chief."""
+        """Wait for the closure, and return its result, like `fetch`. Local: on the chief.
+
+        Returns
+        -------
+        object
+            The value that `fetch` returns.
+        """
         return self.fetch()
 
     def _token(self) -> NoReturn:
@@ -95,29 +109,31 @@ def _as_value(value: Any) -> Any:
 
 
 class ClusterCoordinator:
-    """Schedules closures on the workers of a `ParameterServerStrategy`. On the chief.
+    """Schedules closures on the workers of a `ParameterServerStrategy`, from the chief.
 
-    There is one for each strategy: a second call returns the same. **Collective** with the
-    `ParameterServerStrategy.serve` of all other ranks.
+    Each strategy has one coordinator: a second call returns the same object. Creating it is
+    **Collective**: only the chief creates it, while all other ranks call
+    `ParameterServerStrategy.serve`.
 
-    Closures are calls of functions that are defined at module level, as the workers find them by
-    name. They start in the order in which they were scheduled, each on the next worker that is
-    free. Where the job survives the loss of a worker, its closures run again: *at least
-    once*, so what one has written before may be there twice.
+    A closure is the call of a function. Define the function at module level, because the workers
+    find it by its name. Closures start in the order in which they were scheduled, each on the next
+    free worker. If the job survives the loss of a worker, its closures run again on another one.
+    So closures run *at least once*, and a closure that runs again repeats its writes.
 
-    The first error of a closure is raised once, by the next `schedule`, `done` or `join`. Closures
-    that wait then are cancelled, and those that run finish.
+    The next `schedule`, `done` or `join` raises the first error of a closure, once. Closures that
+    are still waiting are then cancelled, and running ones finish.
 
     Parameters
     ----------
     strategy : ParameterServerStrategy
+        The strategy whose workers run the closures.
 
     Raises
     ------
     ValueError
-        For another strategy.
+        If `strategy` is not a `ParameterServerStrategy`.
     ContextError
-        On another rank than the chief, or inside a closure.
+        If it is created on a rank that is not the chief, or inside a closure.
 
     Examples
     --------
@@ -139,7 +155,7 @@ class ClusterCoordinator:
     _dataset_numbers: itertools.count[int]
 
     def __new__(cls, strategy: ParameterServerStrategy) -> ClusterCoordinator:
-        """Return the coordinator of `strategy`, made where there is none."""
+        """Return the coordinator of `strategy`, and create it if there is none yet."""
         if not isinstance(strategy, ParameterServerStrategy):
             raise ValueError(
                 f"ClusterCoordinator takes a ParameterServerStrategy, not {strategy!r}."
@@ -151,7 +167,7 @@ class ClusterCoordinator:
                 f"{' in a closure' if job.closure_depth else ''}. Call strategy.serve() on "
                 "the other ranks."
             )
-        # One per strategy: two would take each other's messages.
+        # Only one per strategy, because two would take each other's messages.
         known = job.coordinator
         if known is None:
             known = object.__new__(cls)
@@ -173,34 +189,40 @@ class ClusterCoordinator:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> RemoteValue:
-        """Have a worker call ``fn(*args, **kwargs)``, and return at once. Local: on the chief.
+        """Schedule ``fn(*args, **kwargs)`` on a worker, and return at once. Local: on the chief.
 
-        Waits only while 262,144 closures wait. On one rank alone, `fn` runs here and now.
+        It blocks only while 262,144 closures are waiting. In a job with a single rank, `fn` runs
+        before `schedule` returns.
 
         Parameters
         ----------
         fn : callable
-            Defined at module level.
-        args, kwargs : sequence, mapping
-            Travel as pickle, copied at once. Variables, optimizers and iterators of per-worker
-            data sets arrive as those of the worker.
+            The function to call, defined at module level.
+        args : list or tuple
+            Positional arguments. They are pickled before `schedule` returns, so later changes have
+            no effect. In place of a variable, an optimizer or the iterator of a per-worker
+            dataset, the function gets the worker's own.
+        kwargs : mapping, optional
+            Keyword arguments, which are sent in the same way. Default: none.
 
         Returns
         -------
         RemoteValue
+            The future result. Its `fetch` waits for the closure.
 
         Raises
         ------
         TypeError
-            If `fn` has no name by which workers find it, or an argument cannot be pickled.
+            If workers cannot find `fn` by its name, or an argument cannot be pickled.
         ValueError
-            If an argument is a `RemoteValue`, or `args` no sequence.
+            If an argument is a `RemoteValue`, `args` is not a list or tuple, or `kwargs` is not a
+            mapping.
         UnavailableError
             If a server, or every worker, is lost.
         ContextError
-            Inside a closure.
+            If it is called inside a closure.
         Exception
-            The error of a closure before.
+            The error of a closure that has failed before.
         """
         dispatcher = self._ready("schedule")
         if not isinstance(args, list | tuple):
@@ -214,37 +236,39 @@ class ClusterCoordinator:
         return RemoteValue(dispatcher, dispatcher.schedule(fn, args, kwargs or {}))
 
     def map(self, fn: Callable[..., Any], items: Iterable[Any], errors: str = "raise") -> list[Any]:
-        """Have workers call ``fn(item)`` for each item, and return the results. Local.
+        """Call ``fn(item)`` on workers for each item, and return the results. Local.
 
         Parameters
         ----------
         fn : callable
-            Defined at module level. It is called with one argument.
+            The function to call, defined at module level, with one argument.
         items : iterable
-            The arguments. They travel like those of `schedule`.
+            The arguments, one per call. They are sent like the arguments of `schedule`.
         errors : str
-            ``"raise"`` raises the first error of a call, and cancels the closures that wait.
-            ``"return"`` returns every result, and an exception in the place of each that is
-            missing: the error of the call, `WorkerLostError` if two workers have died while they
-            ran it, `CancelledError` if it could not run, for example because every worker is lost,
-            or the error of an item or a result that cannot be pickled. An error cancels no call.
+            ``"raise"`` (default) raises the first error of a call, and cancels the closures that
+            are waiting. ``"return"`` cancels nothing, and returns an exception in place of each
+            missing result: the error of the call, `WorkerLostError` if two workers have died while
+            they ran it, `CancelledError` if it could not run, for example because every worker is
+            lost, or the error of an item or a result that cannot be pickled.
 
         Returns
         -------
         list
-            The results in the order of the items.
+            The results, in the order of the items.
 
         Raises
         ------
         ValueError
-            For another word in `errors`.
+            If `errors` is neither ``"raise"`` nor ``"return"``.
         TypeError
-            If `fn` has no name by which workers find it; with ``"raise"`` also if an item cannot be
+            If workers cannot find `fn` by its name; with ``"raise"`` also if an item cannot be
             pickled.
         UnavailableError
-            If a server, or every worker, was lost before; with ``"raise"`` also if it is lost now.
+            If a server, or every worker, was lost before; with ``"raise"`` also if it is lost
+            during the call.
         Exception
-            The error of a closure before; with ``"raise"`` also the first one of a call.
+            The error of a closure that has failed before; with ``"raise"`` also the first error of
+            a call.
 
         Examples
         --------
@@ -269,40 +293,59 @@ class ClusterCoordinator:
         values = [self.schedule(fn, (item,)) for item in items]
         for value in values:
             dispatcher.wait_for(value._closure)
-        dispatcher.raise_failure()  # what has failed first, which has cancelled the others
+        dispatcher.raise_failure()  # the first failure, which has cancelled the other closures
         return [value.fetch() for value in values]
 
     def join(self) -> None:
-        """Wait until every closure is done, and raise the first error since the last one. Local."""
+        """Wait until every closure is done, and raise the first new error. Local."""
         self._ready("join").join()
 
     def done(self) -> bool:
-        """Return whether every closure is done; raise the first error since the last one. Local."""
+        """Return whether every closure is done, or raise the first new error. Local.
+
+        Returns
+        -------
+        bool
+            Whether no closure is waiting or running.
+        """
         dispatcher = self._ready("done")
         dispatcher.pump()
         dispatcher.raise_failure()
         return dispatcher.is_done()
 
     def fetch(self, val: Any) -> Any:
-        """Return a nest with the result of each `RemoteValue` in it, by `fetch`. Local."""
+        """Wait for each `RemoteValue` in a nest, and return the nest with their results. Local.
+
+        Parameters
+        ----------
+        val : nest
+            A `RemoteValue`, or a nest of them. Other leaves are returned as they are.
+
+        Returns
+        -------
+        nest
+            The same structure, with a result in place of each `RemoteValue`.
+        """
         self._ready("fetch").check_available()
         return nests.map_nest(_fetched, val)
 
     def create_per_worker_dataset(self, dataset_fn: Callable[[], Any]) -> PerWorkerDataset:
-        """Return a data set that each worker makes by itself, when it first needs it. Local.
+        """Return a dataset that each worker creates for itself, when it first needs it. Local.
 
         Parameters
         ----------
         dataset_fn : callable
-            Defined at module level, without arguments. Returns a `mpistrat.data.Dataset`, a
-            distributed one, or any iterable. Every worker gets all of it.
+            A function without arguments, defined at module level. It returns a
+            `mpistrat.data.Dataset`, a distributed dataset, or any iterable. The elements are not
+            divided: every worker gets all of them.
 
         Returns
         -------
         iterable of PerWorkerValues
-            ``iter()`` of it is passed to closures, which call ``next()`` or ``get_next()``; each
-            worker walks its own. In closures its end is an `OutOfRangeError`; an error of
-            `dataset_fn` is the cause of a `ClosureInputError`.
+            Call ``iter()`` on it and pass the iterator to closures, which call ``next()`` or
+            ``get_next()``. Each worker has its own iterator. At its end, closures fail with
+            `OutOfRangeError`. If `dataset_fn` fails, they fail with `ClosureInputError`, which has
+            the error as its cause.
         """
         self._ready("create_per_worker_dataset")
         name = name_of_function("create_per_worker_dataset", dataset_fn)

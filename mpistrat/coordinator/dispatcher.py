@@ -1,4 +1,4 @@
-"""Dispatcher: the queue of closures on the chief, and the workers that they go to."""
+"""Dispatcher: holds the queue of closures on the chief, and sends them to the workers."""
 
 from __future__ import annotations
 
@@ -30,30 +30,32 @@ if TYPE_CHECKING:
 
 
 _IN_FLIGHT = 2
-"""Closures at a worker, so that it has the next one when it has done one."""
+"""Closures that are sent to a worker, so that it has the next one when it has finished one."""
 
 _SHORT_NS = 50_000_000
-"""How long closures may take for a second one to be sent along. It would wait behind a long one
-while another worker has nothing to do."""
+"""Only a worker whose closures take less than this gets a second one in advance. Behind a long
+closure it would wait while another worker is idle."""
 
 
 class Worker:
-    """What the chief knows of one worker."""
+    """The chief's record of one worker."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.closures: deque[Closure] = deque()
-        """Those that it has, in the order in which it runs them."""
+        """The closures that were sent to it, in the order in which it runs them."""
         self.num_sent = 0
         self.mean_ns = float(_SHORT_NS)
-        """How long its closures take, at least about."""
+        """Running average of how long its closures take."""
         self.is_reported = False
-        """Whether the closure that it runs was reported for taking long."""
+        """Whether a warning was logged that its closure takes long."""
 
     def has_room(self, closure: Closure) -> bool:
-        """Return whether it is to get this closure."""
+        """Return whether this closure can be sent to it now."""
         if closure.killed or (self.closures and self.closures[0].killed):
-            room = 1  # so that no other closure is lost with it, or taken for the cause
+            # Send it by itself. Otherwise another closure could be lost with it, or be taken for
+            # the cause.
+            room = 1
         else:
             room = _IN_FLIGHT if self.mean_ns < _SHORT_NS else 1
         return len(self.closures) < room
@@ -62,19 +64,19 @@ class Worker:
 _logger = logging.getLogger("mpistrat")
 
 _MAX_WAITING = 2**18
-"""Closures that wait; `schedule` blocks while there are so many."""
+"""Limit of waiting closures; `schedule` blocks while there are so many."""
 
 _MAX_KILLED = 2
-"""Workers that a closure may kill before it fails."""
+"""Number of workers that a closure may kill before it fails."""
 
 _AT_ONCE = 256
-"""Messages that are looked at in one turn."""
+"""Most messages that one call of `pump` takes."""
 
 _LOOK_S = 0.5
 
 
 class Dispatcher:
-    """Sends closures to workers and takes what comes back, whenever the chief lets it."""
+    """Sends closures to workers and receives their results, whenever the chief calls `pump`."""
 
     def __init__(self, job: ServerJob) -> None:
         self._job = job
@@ -86,27 +88,27 @@ class Dispatcher:
         """Whether this rank is the only worker."""
         self._number = 0
         self._failed: Closure | None = None
-        """Whose error is to be raised next."""
+        """The closure whose error is raised next."""
         self._generation = 0
         self._is_pumping = False
         self._looked_at = time.monotonic()
         self._names: dict[Any, FunctionName] = {}
         self.data = WorkerData()
         self.ended: set[int] = set()
-        """The ranks that have said that they are done."""
+        """Ranks that have answered that they are done."""
         self._new_losses: list[int] = []
-        """Ranks that are lost, and may have sent results before."""
+        """Lost ranks whose earlier results may not have been received yet."""
         self._messages.on_loss = self._new_losses.extend
         job.pump = self.pump
 
-    # What the program asks for
+    # Calls of the program
 
     def schedule(self, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Closure:
         """Queue a call, and return it."""
         self.raise_failure()
         closure = self._new(fn)
-        # Packed before the wait, so it has the arguments as they are when the program calls
-        # `schedule`.
+        # Pack before the wait, so that the closure gets the arguments as they are when the program
+        # calls `schedule`.
         closure.body, closure.buffers = pack_arguments(self._job, self._name_of(fn), args, kwargs)
         self._wait_for_room()
         # A closure may have failed during the wait.
@@ -114,9 +116,9 @@ class Dispatcher:
         return self._queued(closure)
 
     def schedule_independent(self, fn: Any, item: Any) -> Closure:
-        """Queue a call whose error is for its own result only, and return it.
+        """Queue a call whose error affects only its own result, and return it.
 
-        An error that keeps it from being queued becomes its outcome.
+        If it cannot be queued, that error becomes its outcome.
         """
         closure = self._new(fn, is_independent=True)
         try:
@@ -174,14 +176,14 @@ class Dispatcher:
         self._wait(lambda: closure.outcome is not None)
 
     def result_of(self, closure: Closure) -> Any:
-        """Return what a closure has returned, or raise its error."""
+        """Return the result of a closure, or raise its error."""
         outcome = closure.outcome
         assert outcome is not None
         if not isinstance(outcome, Outcome) or closure.has_failed():
             raise closure.error()
         try:
             return unpack(self._job, None, outcome.body, outcome.buffers)
-        except Exception as error:  # objects raise what they like
+        except Exception as error:  # unpickling an object may raise any exception
             raise TypeError(
                 f"The result of the closure {closure!r} cannot be unpickled on the chief: "
                 f"{type(error).__name__}: {text_of(error)}. Return arrays, numbers, texts and "
@@ -189,7 +191,7 @@ class Dispatcher:
             ) from error
 
     def raise_failure(self) -> None:
-        """Raise the error of the first closure that has failed, once; or that of a loss, always."""
+        """Raise the error of the first failed closure, once, or the error of a loss, every time."""
         self.check_available()
         failed, self._failed = self._failed, None
         if failed is not None:
@@ -197,7 +199,7 @@ class Dispatcher:
             raise failed.error()
 
     def check_available(self) -> None:
-        """Raise where nothing can run any more."""
+        """Raise `UnavailableError` if no closure can run any more."""
         known = self._job.unavailable
         if known is not None:
             raise UnavailableError(str(known))
@@ -205,7 +207,7 @@ class Dispatcher:
     # The loop
 
     def _wait(self, is_over: Callable[[], bool]) -> None:
-        """Do what there is to do until something is over."""
+        """Send and receive until `is_over` returns true."""
         back_off = self._job.back_off
         back_off.reset()
         while not is_over():
@@ -216,9 +218,9 @@ class Dispatcher:
             back_off.rest()
 
     def pump(self) -> bool:
-        """Take what has come, send what can go, and return whether there was something."""
-        # Code of the user that runs inside, such as a learning rate that is a function, may read a
-        # variable, and each read calls this again.
+        """Receive results, send closures, and return whether a message had arrived."""
+        # User code that runs inside, such as a learning rate that is a function, may read a
+        # variable, and each read calls this method again.
         if self._is_pumping:
             return False
         self._is_pumping = True
@@ -238,10 +240,10 @@ class Dispatcher:
             if message is not None:
                 num_taken += 1
                 self._take(message)
-            else:  # a rank whose loss this call has noticed may have sent results before
+            else:  # if this call has noticed a loss, that rank may have sent results before
                 is_drained = len(self._new_losses) == num_lost
-        # Only after all of its results have been taken: a closure whose result has arrived must not
-        # run again.
+        # Note a loss only after all results of the rank have been received, because a closure whose
+        # result has arrived must not run again.
         if is_drained and self._new_losses:
             lost = tuple(self._new_losses)
             self._new_losses.clear()
@@ -260,7 +262,7 @@ class Dispatcher:
         closure = self._running.pop(message.number, None)
         worker = self._workers.get(message.source)
         if closure is None or worker is None or closure not in worker.closures:
-            return  # of a worker that is lost, whose closure runs again
+            return  # the worker was lost, and its closure runs again
         worker.closures.remove(closure)
         now = time.monotonic_ns()
         worker.mean_ns += ((now - closure.since_ns) - worker.mean_ns) / 4
@@ -275,8 +277,8 @@ class Dispatcher:
         closure.end(outcome)
         if closure.is_independent or not closure.has_failed():
             return
-        # A closure that was scheduled before the last error was raised belongs to work that the
-        # program has given up. Its error is only logged.
+        # If the closure was scheduled before the last error was raised, the program has given up
+        # that work. Its error is only logged.
         if self._failed is None and closure.generation == self._generation:
             self._failed = closure
             self.cancel(
@@ -290,7 +292,7 @@ class Dispatcher:
         _logger.warning("closure %r has failed too: %s: %s", closure, type(error).__name__, text)
 
     def cancel(self, why: str, spares_independent: bool = False) -> None:
-        """Cancel all closures that wait, perhaps except those that are independent of errors."""
+        """Cancel all waiting closures; with `spares_independent` except independent ones."""
         queue, self._queue = self._queue, deque()
         for closure in queue:
             if spares_independent and closure.is_independent:
@@ -307,7 +309,7 @@ class Dispatcher:
                 return
 
     def _send_to(self, worker: Worker) -> None:
-        """Send closures to a worker while it has room."""
+        """Send closures to a worker until it has enough."""
         while self._queue and worker.has_room(self._queue[0]):
             closure = self._queue.popleft()
             if not worker.closures:
@@ -322,7 +324,7 @@ class Dispatcher:
             )
 
     def _run_here(self) -> None:
-        """Run what waits on this rank, which is alone."""
+        """Run the waiting closures on this rank, because it is the only worker."""
         while self._queue:
             closure = self._queue.popleft()
             outcome = run_closure(self._job, self.data, closure.body, closure.buffers)
@@ -331,7 +333,7 @@ class Dispatcher:
     # Losses, and closures that take long
 
     def _note_losses(self, ranks: Sequence[int]) -> None:
-        """Queue the closures of lost workers again, or learn of the loss of a server."""
+        """Queue the closures of lost workers again. If a server is lost, cancel all closures."""
         for rank in ranks:
             worker = self._workers.pop(rank, None)
             name = self._job.name_of_rank(rank)
@@ -361,7 +363,7 @@ class Dispatcher:
             )
 
     def _error_of_killer(self, closure: Closure) -> WorkerLostError:
-        """Return the error of a closure that is not run again, as it would kill the next worker."""
+        """Return the error of a closure that does not run again, because it kills its workers."""
         return WorkerLostError(
             f"The closure {self._described(closure)}, was running on each of "
             f"{len(closure.killed)} workers when they died: {', '.join(closure.killed)}. It is not "
@@ -370,7 +372,7 @@ class Dispatcher:
         )
 
     def _described(self, closure: Closure) -> str:
-        """Return which closure it is, and what it calls."""
+        """Return the name and number of a closure, and its call, as text."""
         call = describe_call(self._job, closure.body, closure.buffers)
         return f"{closure!r}, called as {call}"
 
@@ -384,7 +386,7 @@ class Dispatcher:
             worker.closures.clear()
 
     def _look_around(self) -> None:
-        """Look, now and then, for ranks that are lost and closures that take long."""
+        """Check every half second for lost ranks and for closures that take long."""
         now = time.monotonic()
         if now - self._looked_at < _LOOK_S:
             return
@@ -407,10 +409,9 @@ class Dispatcher:
     # The end
 
     def end_workers(self, send: Callable[[int, int], None]) -> None:
-        """Have `send` tell each worker the number of its closures, and wait for them all."""
+        """Tell each worker through `send` to finish, and wait until all have."""
         self.cancel("the strategy was closed.")
-        # The number tells a worker how many closures it has to take off its messages before it
-        # answers.
+        # The number tells a worker how many closures it has to receive before it answers.
         for worker in self._workers.values():
             send(worker.rank, worker.num_sent)
         self._wait(lambda: self._workers.keys() <= self.ended)
@@ -421,5 +422,5 @@ class Dispatcher:
 
     @property
     def workers(self) -> list[int]:
-        """The ranks of the workers that are left."""
+        """Ranks of the workers that are not lost."""
         return list(self._workers)

@@ -1,4 +1,4 @@
-"""Per-worker data sets: each worker makes its own, and walks its own iterators."""
+"""Per-worker datasets: each worker creates its own dataset and its own iterators."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from mpistrat.values import localize
 
 
 class PerWorkerValues(Travels):
-    """A value of which each worker has its own. Passed to a closure it is that of its worker.
+    """Stands for one value per worker. A closure that gets it sees its worker's value.
 
-    Here it is the iterator of a per-worker data set. On the chief it has no elements.
+    The values are the iterators of a per-worker dataset. The chief itself cannot read elements.
 
     Examples
     --------
@@ -39,7 +39,7 @@ class PerWorkerValues(Travels):
         )
 
     def get_next(self) -> NoReturn:
-        """Raise `NotImplementedError`: there are elements in closures only. Local."""
+        """Raise `NotImplementedError`, because only closures can read elements. Local."""
         next(self)
 
     def __repr__(self) -> str:
@@ -47,7 +47,7 @@ class PerWorkerValues(Travels):
 
 
 class PerWorkerDataset:
-    """What `create_per_worker_dataset` returns: each iteration starts again on every worker."""
+    """Dataset of `create_per_worker_dataset`. Each ``iter()`` starts again on every worker."""
 
     def __init__(self, number: int, name: FunctionName) -> None:
         self._number = number
@@ -64,7 +64,7 @@ class PerWorkerDataset:
 
 
 class WorkerIterator(Travels):
-    """The iterator of one worker, as closures get it."""
+    """Iterator of one worker, which closures get."""
 
     def __init__(self, elements: Iterator[Any]) -> None:
         self._elements = elements
@@ -87,14 +87,14 @@ class WorkerIterator(Travels):
 
 
 class WorkerData:
-    """The data sets and iterators of one worker, made when the first closure asks for them."""
+    """Datasets and iterators of one worker, created when the first closure asks for them."""
 
     def __init__(self) -> None:
         self._datasets: dict[int, Any] = {}
         self._iterators: dict[tuple[int, int], WorkerIterator] = {}
 
     def iterator(self, dataset: int, number: int, name: tuple[str, str, str]) -> WorkerIterator:
-        """Return an iterator by its numbers and the function that makes the data set."""
+        """Return an iterator by its numbers and the name of the function of its dataset."""
         found = self._iterators.get((dataset, number))
         if found is None:
             try:
@@ -112,12 +112,19 @@ class WorkerData:
 
 
 def experimental_get_current_worker_index() -> int:
-    """Return the number of this worker, from 0. In closures and functions of data sets. Local.
+    """Return the number of this worker, from 0. Local.
+
+    Call it in closures, or in the functions of per-worker datasets.
+
+    Returns
+    -------
+    int
+        Index of this worker among the workers of the job.
 
     Raises
     ------
     ContextError
-        Elsewhere, as on the chief.
+        If it is called anywhere else, for example on the chief.
 
     Examples
     --------

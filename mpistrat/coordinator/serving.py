@@ -1,4 +1,4 @@
-"""Serving: what servers and workers do until the end, and how the chief ends it."""
+"""Loops in which servers and workers serve the chief, until the chief ends them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mpistrat.comm.messages import Message
 
 _CLOSE, _END, _FAIL = 1, 2, 3
-"""What the chief says on the control lane: finish; all have finished; the chief has failed."""
+"""Messages of the chief on the control lane: finish; all have finished; the chief has failed."""
 
 _RANKS = struct.Struct("<i")
 
@@ -26,7 +26,10 @@ _FLUSH_S = 1.0
 
 
 def dispatcher_of(job: ServerJob) -> Dispatcher:
-    """Return the dispatcher of the chief, made once the other ranks serve. **Collective** then."""
+    """Return the dispatcher of the chief.
+
+    The first call waits until the other ranks serve, and creates it: **Collective** then.
+    """
     job.begin()
     pump = job.pump
     known = getattr(pump, "__self__", None)
@@ -53,8 +56,8 @@ def _serve_variables(job: ServerJob) -> list[int]:
         if message.lane == Lane.REQUEST:
             client.answer(message.source, message.number, message.body, message.buffers)
         elif message.lane == Lane.CONTROL:
-            # Workers that have not ended yet may still ask for variables, so a server serves until
-            # _END.
+            # Workers that have not finished yet may still ask for variables, so a server serves
+            # until _END.
             if message.kind == _CLOSE:
                 messages.send(0, Lane.CONTROL, _CLOSE)
                 continue
@@ -69,16 +72,16 @@ def _serve_closures(job: ServerJob) -> list[int]:
         message = _next(job)
         if message.lane == Lane.CLOSURE:
             num_received += 1
-            # If the chief has closed or failed in the meantime, no further closure begins.
+            # Start no further closure if the chief has closed or failed in the meantime.
             control = messages.poll(0, Lane.CONTROL)
             if control is None:
                 _run(job, data, message)
                 continue
             message = control
         if message.lane != Lane.CONTROL:
-            continue  # an answer that nobody waits for any more
+            continue  # an answer that no call is waiting for any more
         if message.kind == _CLOSE:
-            while num_received < message.number:  # what was sent before is dropped
+            while num_received < message.number:  # drop closures that were sent before
                 num_received += _next(job).lane == Lane.CLOSURE
             messages.send(0, Lane.CONTROL, _CLOSE)
             continue
@@ -86,7 +89,7 @@ def _serve_closures(job: ServerJob) -> list[int]:
 
 
 def _next(job: ServerJob) -> Message:
-    """Return the next message of the chief."""
+    """Wait for the next message from the chief, and return it."""
     messages = job.messages
     job.back_off.reset()
     while True:
@@ -108,14 +111,14 @@ def _run(job: ServerJob, data: WorkerData, message: Message) -> None:
     messages = job.messages
     outcome = run_closure(job, data, message.body, message.buffers)
     messages.send(0, Lane.RESULT, outcome.kind, message.number, outcome.body, outcome.buffers)
-    # The result must have left this process: the next closure may kill it.
+    # Wait until the result has left this process, because the next closure may kill it.
     while not messages.is_idle():
         messages.flush(0.1)
         job.check_peers()
 
 
 def _leave(job: ServerJob, message: Message) -> list[int]:
-    """Return the lost ranks that the chief names, or raise where it has failed."""
+    """Return the lost ranks that the chief names, or raise an error if the chief has failed."""
     job.messages.flush(_FLUSH_S)
     lost = [rank for (rank,) in _RANKS.iter_unpack(bytes(message.body))]
     if message.kind == _FAIL:
@@ -124,7 +127,7 @@ def _leave(job: ServerJob, message: Message) -> list[int]:
 
 
 def _raise_failure(job: ServerJob, lost: Sequence[int]) -> NoReturn:
-    """Leave because the chief has failed, which reports that itself."""
+    """Leave because the chief has failed. The chief reports its failure itself."""
     if lost:
         losses.leave_out(job.group.channel, lost)
     error = CollectiveError("The chief has failed, so there is nothing more to do here.")
@@ -134,7 +137,7 @@ def _raise_failure(job: ServerJob, lost: Sequence[int]) -> NoReturn:
 
 
 def end(job: ServerJob) -> list[int]:
-    """Have all other ranks return from `serve`, and return those that are lost."""
+    """Make all other ranks return from `serve`, and return the lost ones."""
     dispatcher = dispatcher_of(job)
     messages = job.messages
 
@@ -152,13 +155,13 @@ def end(job: ServerJob) -> list[int]:
             job.back_off.rest()
     lost = sorted(messages.lost)
     _tell_all(job, _END, lost)
-    # A lost rank never takes the messages that were sent to it before, so the wait needs a limit.
+    # A lost rank never receives messages that were sent to it before, so limit the wait.
     messages.flush(None if not lost else _FLUSH_S)
     return lost
 
 
 def fail(job: ServerJob) -> None:
-    """Have all other ranks leave, because the chief has failed."""
+    """Make all other ranks leave, because the chief has failed."""
     lost = sorted(job.messages.lost)
     _tell_all(job, _FAIL, lost)
     job.messages.flush(_FLUSH_S)

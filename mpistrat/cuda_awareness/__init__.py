@@ -1,9 +1,9 @@
-"""CUDA-awareness of the MPI library: evidence, and what a trial adds to it.
+"""CUDA-awareness of the MPI library: gathers evidence, and weighs it with the result of a trial.
 
 Each source of evidence is wrong somewhere. The library's own query says no in builds of Open MPI
-where UCX moves device memory nevertheless (open-mpi/ompi#7963), and yes in builds of MVAPICH where
-it is switched off. A wrong yes ends the job with a segmentation fault or with wrong numbers. So
-evidence only decides whether a trial is worth its seconds.
+in which UCX does move device memory (open-mpi/ompi#7963), and yes in builds of MVAPICH in which the
+support is switched off. A wrong yes ends the job with a segmentation fault or with wrong numbers.
+So evidence only decides whether a trial is worth its seconds.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ if TYPE_CHECKING:
 
 
 class Answer(enum.IntEnum):
-    """Whether MPI may be given device memory; the weakest answer is the smallest."""
+    """Whether we may pass device memory to MPI. The weakest answer is the smallest."""
 
     NO = 0
     """There is no evidence for it, or a trial failed."""
     CLAIMED = 1
-    """There is evidence for it, but no exchange between processes has proved it."""
+    """There is evidence for it, but no exchange between processes has confirmed it."""
     PROVED = 2
     """Processes have exchanged device memory correctly, or the user vouches for it."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """One piece of evidence, found without using device memory."""
+    """One piece of evidence, which was found without using device memory."""
 
     is_claim: bool
-    """Whether it is evidence for CUDA-awareness. No evidence for it is none against it."""
+    """Whether it is evidence for CUDA-awareness. False does not mean evidence against it."""
     text: str
 
 
 class Outcome(enum.Enum):
-    """How an exchange in child processes has ended."""
+    """Result of an exchange in child processes."""
 
     PASSED = "all numbers were right"
     FAILED = "the processes died of it, or numbers were wrong"
@@ -52,23 +52,23 @@ class Outcome(enum.Enum):
 
 @dataclass(frozen=True)
 class Trial:
-    """An exchange of device memory in child processes."""
+    """Exchange of device memory in child processes."""
 
     outcome: Outcome
     text: str
     num_processes: int = 0
-    """How many processes took part, in their own world; 0 where that is not known."""
+    """Number of processes in their own world; 0 if it is unknown."""
 
 
 @dataclass(frozen=True)
 class CudaAwareness:
-    """Whether the ranks of a world may give device memory to MPI, and why."""
+    """Whether the ranks of a world may pass device memory to MPI, and why."""
 
     answer: Answer
     reasons: tuple[str, ...]
-    """One line for each piece of evidence, as found on `rank`."""
+    """One line per piece of evidence that `rank` has found."""
     rank: int = 0
-    """The lowest rank among those with the weakest answer."""
+    """Lowest rank with the weakest answer."""
 
     def __str__(self) -> str:
         lines = [f"CUDA-aware: {self.answer.name.lower()} (rank {self.rank})", *self.reasons]
@@ -76,7 +76,7 @@ class CudaAwareness:
 
 
 def judge(device_kind: str, override: bool | None, evidence: Sequence[Evidence]) -> CudaAwareness:
-    """Return the answer before a trial; `evidence` counts on GPUs, where `override` is None."""
+    """Return the answer before a trial. `evidence` counts on GPUs if `override` is ``None``."""
     if device_kind != "gpu":
         return CudaAwareness(Answer.NO, ("the replica computes in host memory",))
     if override is True:
@@ -89,8 +89,8 @@ def judge(device_kind: str, override: bool | None, evidence: Sequence[Evidence])
 
 def weigh(claimed: CudaAwareness, trials: Sequence[Trial]) -> CudaAwareness:
     """Return the answer after trials."""
-    # A process that exchanges device memory with itself proves nothing about two, because MPI may
-    # copy within the process; but where it fails, so will two.
+    # If a process exchanges device memory with itself, that proves nothing about two processes,
+    # because MPI may copy within the process. But if it fails, two processes will fail too.
     if any(each.outcome is Outcome.FAILED for each in trials):
         answer = Answer.NO
     elif any(each.outcome is Outcome.PASSED and each.num_processes > 1 for each in trials):
@@ -113,22 +113,22 @@ _SWITCHES = {
     "OMPI_MCA_opal_cuda_support": "Open MPI",
     "PSP_CUDA": "ParaStation MPI",
 }
-"""Variables that switch GPU support on and off, and the MPI library of each."""
+"""Variables that switch GPU support on and off, and their MPI libraries."""
 
 _OFF = {"", "0", "disable", "false", "n", "no", "off"}
 
 _GPU_PARTS = re.compile(
     r"libmpi_gtl_cuda|libuc[tm]_cuda|libucc_\w+_cuda|mca_(accelerator|btl|coll|common)_(sm)?cuda"
 )
-"""Components of MPI libraries and of UCX that are loaded only for CUDA memory."""
+"""Names of components of MPI libraries and UCX that are loaded only for CUDA memory."""
 
 
 def gather_claims(comm: MPI.Intracomm) -> list[Evidence]:
-    """Return the evidence from the library and the environment of this process; starts MPI."""
+    """Return the evidence from the library and the environment of this process. Starts MPI."""
     from mpi4py import MPI
 
     try:
-        # The symbols of the MPI library are found through the extension that is linked to it.
+        # The extension is linked to the MPI library, so it gives access to the library's symbols.
         library: Any = ctypes.CDLL(MPI.__file__)
     except OSError:
         library = None
@@ -146,7 +146,7 @@ def gather_claims(comm: MPI.Intracomm) -> list[Evidence]:
 
 
 def ask_library(library: Any) -> Evidence:
-    """Return what the query of an MPI library says, once MPI has started."""
+    """Return the evidence from the query function of an MPI library. MPI must be started."""
     query = getattr(library, "MPIX_Query_cuda_support", None)
     if query is not None:
         return _evidence(query() == 1, "MPIX_Query_cuda_support says")
@@ -173,7 +173,7 @@ def read_memory_kinds(kinds: str | None) -> Evidence:
 
 
 def list_switches(variables: Mapping[str, str], names: Iterable[str] = _SWITCHES) -> Evidence:
-    """Return which of the variables `names` switch GPU support on or off."""
+    """Return the evidence from variables that switch GPU support on or off."""
     found = {name: variables[name] for name in names if name in variables}
     if not found:
         return Evidence(False, "no variable switches GPU support on")
@@ -183,7 +183,7 @@ def list_switches(variables: Mapping[str, str], names: Iterable[str] = _SWITCHES
 
 
 def list_libraries(files: Iterable[str]) -> Evidence:
-    """Return which of the loaded `files` are components only for device memory."""
+    """Return the evidence from loaded `files` that are components only for device memory."""
     names = sorted({Path(file).name for file in files if _GPU_PARTS.search(Path(file).name)})
     if not names:
         return Evidence(False, "no part of MPI or UCX for CUDA is loaded")
@@ -196,6 +196,6 @@ def loaded_files() -> list[str]:
         lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()
     except OSError:
         return []
-    # address, permissions, offset, device and inode come before the path, which may contain blanks.
+    # Address, permissions, offset, device and inode precede the path, which may contain spaces.
     fields = (line.split(maxsplit=5) for line in lines)
     return [each[5] for each in fields if len(each) == 6]

@@ -1,7 +1,7 @@
-"""Exchange of device memory by MPI, in processes that may crash: ``-m mpistrat.cuda_awareness``.
+"""Exchanges device memory by MPI, in processes that may crash: ``-m mpistrat.cuda_awareness``.
 
-A library without support for device memory reads it as host memory: the process crashes, or the
-numbers are wrong.
+A library without support for device memory reads it as host memory. Then the process crashes, or
+the numbers are wrong.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _LENGTHS = (1, 2**10, 2**14, 2**20)
-"""Elements of 4 bytes: libraries use other protocols for long messages than for short ones."""
+"""Lengths in elements of 4 bytes. Libraries use different protocols for short and long messages."""
 
 _Put = Callable[[np.ndarray], Array]
-"""Copies a NumPy array to the memory that is tried."""
+"""Copies a NumPy array to the memory under test."""
 
 
 def _numbers(rank: int, length: int) -> np.ndarray:
@@ -52,7 +52,7 @@ def _parts(array: Array, counts: list[int]) -> list[object]:
 
 
 def _sendrecv(comm: MPI.Intracomm, put: _Put, length: int) -> tuple[Array, np.ndarray]:
-    # Wrong numbers at first: an exchange that does nothing must not pass.
+    # Fill the receive buffer with wrong numbers, so that an exchange that does nothing fails.
     own, received = put(_numbers(comm.rank, length)), put(_numbers(-1, length))
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     _ready(own, received)
@@ -89,7 +89,7 @@ def _reduce(comm: MPI.Intracomm, put: _Put, length: int) -> tuple[Array, np.ndar
 
 
 def _lengths(comm: MPI.Intracomm, length: int) -> tuple[list[int], np.ndarray]:
-    """Return lengths that differ between ranks, and the numbers of all ranks, concatenated."""
+    """Return a different length for each rank, and the concatenated numbers of all ranks."""
     counts = [length + rank for rank in range(comm.size)]
     return counts, np.concatenate([_numbers(rank, n) for rank, n in enumerate(counts)])
 
@@ -129,11 +129,11 @@ OPERATIONS: dict[str, Callable[[MPI.Intracomm, _Put, int], tuple[Array, np.ndarr
     "Gatherv": _gatherv,
     "Alltoallv": _alltoallv,
 }
-"""The operations to try. Each returns what this rank has received, and what it expects."""
+"""Operations to try. Each returns the received and the expected numbers of this rank."""
 
 
 def wrong_operations(comm: MPI.Intracomm, put: _Put) -> list[str]:
-    """Do each operation on memory from `put`; return those with wrong numbers. **Collective**."""
+    """Try all operations on memory from `put`, and return the wrong ones. **Collective**."""
     return [
         f"{name} of {length} numbers"
         for name, operate in OPERATIONS.items()
@@ -151,7 +151,7 @@ _PASSED, _FAILED, _UNABLE = 0, 1, 2
 
 
 def _device_of(memory: str, first: int, rank: int) -> Device:
-    """Return the device of this rank: neighbours use different ones where there are several."""
+    """Return the device of this rank. Neighbours use different ones if there are several."""
     if memory == "host":
         return Device("cpu")
     num_gpus = count_gpus()
@@ -162,7 +162,7 @@ def _device_of(memory: str, first: int, rank: int) -> Device:
 
 def _print_report(stage: str, comm: MPI.Intracomm, text: str) -> None:
     report = {"exchange": stage, "num_processes": comm.size, "text": text}
-    # One write, because print() of an unbuffered Python writes the line end separately.
+    # Use a single write, because print() in an unbuffered Python writes the newline separately.
     sys.stdout.write(json.dumps(report) + "\n")
     sys.stdout.flush()
 
@@ -176,7 +176,7 @@ def _try(comm: MPI.Intracomm, memory: str, first_device: int) -> int:
         put(np.zeros(2**20, np.float32))
     except Exception as error:  # cupy raises its own types
         obstacle = f"{type(error).__name__} on rank {comm.rank}: {error}"
-    # Before any device memory travels: a rank without a GPU would leave the others waiting.
+    # Check this before device memory is sent: the others would wait for a rank without a GPU.
     obstacles = list(filter(None, comm.allgather(obstacle)))
     if obstacles:
         if comm.rank == 0:
@@ -184,14 +184,14 @@ def _try(comm: MPI.Intracomm, memory: str, first_device: int) -> int:
         return _UNABLE
     if comm.rank == 0:
         _print_report("begun", comm, f"{memory} memory")
-    # Nobody crashes before rank 0 has reported that the exchange has begun: the parent reads a
-    # crash after that report as a failure of MPI.
+    # No rank must crash before rank 0 has reported that the exchange has begun, because the parent
+    # takes only a crash after that report for a failure of MPI.
     comm.Barrier()
     try:
         wrong = wrong_operations(comm, put)
     except Exception as error:  # MPI and cupy raise their own types
         _print_report("failed", comm, f"{type(error).__name__} on rank {comm.rank}: {error}")
-        # The other ranks may wait inside an operation that this one has left.
+        # The other ranks may be waiting inside an operation that this rank has left.
         abort_world(_FAILED)
         raise
     everywhere = dict.fromkeys(chain.from_iterable(comm.allgather(wrong)))
@@ -204,7 +204,7 @@ def _try(comm: MPI.Intracomm, memory: str, first_device: int) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exchange memory among all ranks, print a report, return an exit code. **Collective**."""
+    """Exchange memory among all ranks, print a report, and return an exit code. **Collective**."""
     parser = argparse.ArgumentParser(
         prog="python -m mpistrat.cuda_awareness",
         description="Exchange device memory by MPI between all ranks that are started, as a test.",
@@ -230,9 +230,9 @@ def main(arguments: list[str] | None = None) -> int:
         help="time limit (default: %(default)s s)",
     )
     args = parser.parse_args(arguments)
-    # The process may well crash, and nobody wants its core file.
+    # The process may well crash, and should not leave a core file.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    # It ends this process even if the library hangs or the parent has ended.
+    # This timer ends the process even if the library hangs or the parent has ended.
     faulthandler.dump_traceback_later(args.limit, exit=True)
     return _try(communicator(None), args.memory, args.device)
 

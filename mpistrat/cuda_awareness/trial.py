@@ -1,4 +1,4 @@
-"""Trial of CUDA-aware MPI in child programs, and one answer for all ranks."""
+"""Tries CUDA-aware MPI in child programs, and agrees on one answer for all ranks."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ if TYPE_CHECKING:
 
 _LIMIT_S = 60.0
 _PATIENCE_S = 5.0
-"""How long to wait for a killed process: one that hangs in a driver does not end."""
+"""How long to wait for a killed process. A process that hangs in a driver does not end."""
 
 _LENGTH = 200
-"""How many characters are shown of a line printed by a child."""
+"""Most characters that are shown of a line printed by a child."""
 
 _REPORT = {"exchange": str, "num_processes": int, "text": str}
 """Keys of a report, and the types of their values."""
 
 _FROM_OUTSIDE = {"SIGHUP", "SIGINT", "SIGTERM", "SIGKILL"}
-"""Signals that are sent by others, so that the exchange is not to blame."""
+"""Signals that other processes send, so that the exchange is not the cause."""
 
 
 def exchange_command(device_index: int, memory: str, limit_s: float) -> list[str]:
-    """Return the command of one process of the exchange."""
+    """Return the command for one process of the exchange."""
     return [
         *(sys.executable, "-m", "mpistrat.cuda_awareness"),
         *("--memory", memory, "--device", str(device_index)),
@@ -63,13 +63,13 @@ def exchange_command(device_index: int, memory: str, limit_s: float) -> list[str
 def try_exchange(
     device_index: int, memory: str = "device", limit_s: float = _LIMIT_S
 ) -> tuple[Trial, ...]:
-    """Exchange memory between two child processes, or else within one; once per process."""
-    # Host memory is for tests of this function.
+    """Exchange memory between two child processes, or within one if that fails. Cached."""
+    # Only tests of this function use host memory.
     end = time.monotonic() + limit_s
     command = exchange_command(device_index, memory, limit_s)
     try:
-        # In children: a library that reads device memory as host memory crashes, and must not take
-        # this rank with it.
+        # Use child processes: a library that reads device memory as host memory crashes, and must
+        # not end this rank.
         trials = [run_trial([*mpiexec(2, limit_s), *command], end - time.monotonic())]
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         trials = [Trial(Outcome.OPEN, f"no exchange between two processes: {error}")]
@@ -80,7 +80,7 @@ def try_exchange(
 
 
 def run_trial(command: Sequence[str], limit_s: float) -> Trial:
-    """Run a command that makes the exchange, and return its result without raising."""
+    """Run a command that does the exchange, and return its result. This does not raise."""
     try:
         program = Program(command, _variables())
     except (OSError, ValueError, TypeError) as error:
@@ -97,8 +97,8 @@ def run_trial(command: Sequence[str], limit_s: float) -> Trial:
 
 
 def _variables() -> dict[str, str]:
-    """Return the environment of a child: that of this process without its launcher."""
-    # PYTHONPATH, so that it imports the same packages from the same places.
+    """Return the environment of a child: this process's, without variables of the launcher."""
+    # Set PYTHONPATH, so that the child imports the same packages from the same places.
     return without_launcher() | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
@@ -108,7 +108,7 @@ def _read(program: Program, code: int | None, limit_s: float) -> Trial:
     stages = {report["exchange"]: report for report in reports}
     num_processes = min((report["num_processes"] for report in reports), default=0)
     who = _count(num_processes)
-    # First: a child that has reported wrong numbers may still be hanging, or have ended in any way.
+    # Check this first: a child that has reported wrong numbers may hang, or end in any way.
     if "failed" in stages:
         text = f"an exchange {who} failed: {stages['failed']['text']}"
         return Trial(Outcome.FAILED, text, num_processes)
@@ -142,7 +142,7 @@ def _count(num_processes: int) -> str:
 
 
 def _reports(text: str) -> list[dict[str, Any]]:
-    """Return the lines that are reports, ignoring all others."""
+    """Return the reports among the lines, and ignore all other lines."""
     reports = []
     for line in text.splitlines():
         with contextlib.suppress(ValueError, RecursionError):
@@ -156,7 +156,7 @@ def _reports(text: str) -> list[dict[str, Any]]:
 
 def _format_end(code: int, text: str) -> str:
     """Return the signal that has ended a process, or its exit code."""
-    # Launchers and shells add 128 to the signal; Hydra does not, and prints "(signal N)".
+    # Launchers and shells add 128 to the signal. Hydra does not, and prints "(signal N)".
     number = -code if code < 0 else code - 128
     if f"(signal {code})" in text:
         number = code
@@ -166,7 +166,7 @@ def _format_end(code: int, text: str) -> str:
 
 
 _POLL_S = 0.001
-"""A waiting rank sleeps, which leaves its core to the children of another one."""
+"""Time for which a waiting rank sleeps, so that the children of a different rank get its core."""
 
 
 def cuda_awareness(
@@ -177,14 +177,14 @@ def cuda_awareness(
     gather: Callable[[MPI.Intracomm], Sequence[Evidence]] = gather_claims,
     attempt: Callable[[int], Sequence[Trial]] = try_exchange,
 ) -> CudaAwareness:
-    """Return whether MPI may be given device memory of these ranks, and why. **Collective**."""
+    """Return whether these ranks may pass device memory to MPI, and why. **Collective**."""
     comm = world.comm
     own = _found(device, override, lambda: gather(comm))
     agreed = _weakest(comm, own)
     if agreed.answer is not Answer.CLAIMED:
         return agreed
-    # One trial per node, because the children of all ranks would load cupy from the same disk.
-    # The strongest answer: ranks that try nothing do not weaken that of their node.
+    # Run one trial per node, because the children of all ranks would load cupy from the same disk.
+    # Ranks without a trial have the strongest answer, so they do not weaken their node's answer.
     own = CudaAwareness(Answer.PROVED, ())
     if world.local_rank == 0:
         own = _tried(agreed, lambda: attempt(device.index))
@@ -209,14 +209,14 @@ def _tried(claimed: CudaAwareness, attempt: Callable[[], Sequence[Trial]]) -> Cu
 
 
 def _weakest(comm: MPI.Intracomm, own: CudaAwareness) -> CudaAwareness:
-    """Return the weakest of the answers of all ranks. **Collective**."""
+    """Return the weakest answer of all ranks. **Collective**."""
     from mpi4py import MPI
 
     # One MIN of one number finds the weakest answer, and the lowest rank that has it.
     number = np.array([own.answer * comm.size + comm.rank], np.int64)
     lowest = np.empty_like(number)
-    # Nonblocking, with sleeps: a blocking call would spin on the core that the trial of a different
-    # rank needs.
+    # Use a nonblocking call and sleep, because a blocking call would spin on a core that the trial
+    # of a different rank needs.
     request = comm.Iallreduce(number, lowest, MPI.MIN)
     while not request.Test():
         time.sleep(_POLL_S)

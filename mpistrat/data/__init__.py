@@ -1,4 +1,4 @@
-"""Datasets: read in a fixed global order, divided among the ranks."""
+"""Datasets: the ranks read them in one global order, and each reads its part."""
 
 from typing import TYPE_CHECKING, NoReturn
 

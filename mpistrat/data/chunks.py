@@ -9,10 +9,10 @@ from functools import cached_property
 import numpy as np
 
 CHUNK_OVERHEAD_BYTES = 2048
-"""What a chunk in memory needs besides its rows, which counts where chunks are tiny."""
+"""Memory that a chunk needs in addition to its rows, which matters if chunks are tiny."""
 
 _ROW_OVERHEAD_BYTES = 24
-"""What a row of a window needs besides: its number, a random number and its position."""
+"""Memory that a row of a window needs in addition: its number, a random number, its position."""
 
 
 @dataclass(frozen=True)
@@ -20,11 +20,11 @@ class ChunkLayout:
     """The examples that are read and decoded together, by number."""
 
     starts: np.ndarray
-    """First place of each chunk, ascending, and at the end the number of places."""
+    """First place of each chunk, ascending; the last entry is the number of places."""
     bytes_per_row: int
     """Size of one decoded example, all fields together."""
     order: np.ndarray | None = None
-    """The number of the example at each place; ``None`` where that is the place itself."""
+    """The number of the example at each place; ``None`` if numbers and places are the same."""
 
     @cached_property
     def rows_per_chunk(self) -> int:
@@ -39,8 +39,7 @@ class ChunkLayout:
     def of_range(self, rows: range) -> ChunkLayout:
         """Return the chunks of the examples `rows`, which are numbered from 0 on."""
         if self.order is None:
-            # Division that rounds up: the first place in the range at or after the start of each
-            # chunk.
+            # Rounded up: the first place in the range at or after the start of each chunk.
             bounds = np.clip(-((rows.start - self.starts) // rows.step), 0, len(rows))
             return replace(self, starts=_distinct(bounds))
         if len(rows) == len(self.order):
@@ -51,11 +50,11 @@ class ChunkLayout:
         return replace(self, starts=_distinct(counts[self.starts]), order=positions[is_in])
 
     def of_numbers(self, numbers: np.ndarray) -> ChunkLayout:
-        """Return the chunks of the examples `numbers`, in any order and more than once."""
+        """Return the chunks of the examples `numbers`, in any order, also with repetitions."""
         chunks = np.searchsorted(self.starts, self._places(numbers), "right") - 1
         are_sorted = (chunks[1:] >= chunks[:-1]).all()
         counts = np.bincount(chunks, minlength=len(self.starts) - 1)
-        # Whole chunks come to memory, whatever is used of them.
+        # Chunks are decoded whole, however few of their rows are used.
         num_rows = int(np.diff(self.starts)[counts > 0].sum())
         return ChunkLayout(
             _distinct(np.cumsum([0, *counts])),
@@ -72,7 +71,7 @@ class ChunkLayout:
         return taken
 
     def merged(self, min_rows: int) -> ChunkLayout:
-        """Return the layout with neighbouring chunks together, of at least `min_rows` rows."""
+        """Return the layout with neighbouring chunks merged to at least `min_rows` rows."""
         if self.order is not None or self.rows_per_chunk >= min_rows:
             return self
         step = -(-min_rows // self.rows_per_chunk)
@@ -97,5 +96,5 @@ class ChunkLayout:
 
 
 def _distinct(starts: np.ndarray) -> np.ndarray:
-    """Return ascending `starts` without those of chunks of length 0."""
+    """Return ascending `starts` without chunks of length 0."""
     return np.append(starts[:-1][np.diff(starts) > 0], starts[-1])

@@ -61,7 +61,7 @@ _T = TypeVar("_T")
 
 
 def _refuse_buffer_size(method: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Decorate `shuffle` so that calls as of tf.data raise an error that says what to do."""
+    """Decorate `shuffle` so that calls in the style of tf.data raise an error with the remedy."""
 
     @functools.wraps(method)
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -83,13 +83,21 @@ def _refuse_buffer_size(method: Callable[_P, _T]) -> Callable[_P, _T]:
 class Dataset(metaclass=HintedType):
     """Examples, or batches of them, in a fixed order.
 
-    Each transformation returns a new dataset and leaves this one as it is. Nothing is read
-    before the first use. Iterating gives nests of NumPy arrays; each iteration is a pass, counted
-    from 0. The default strategy distributes nothing and hands out the dataset itself, so it has
-    a position to be saved, as a `DistributedDataset` has.
+    Create one with `from_hdf5`, `from_arrays`, `from_source`, `from_generator` or `range`, or
+    combine datasets with `zip` or `sample_from_datasets`. Each transformation returns a new
+    dataset and leaves this one unchanged. Nothing is read before the first use.
 
-    Make one with `from_hdf5`, `from_arrays`, `from_source`, `from_generator` or `range`, or of
-    others with `zip` or `sample_from_datasets`.
+    Iterating yields nests of NumPy arrays. Each iteration is one epoch, that is, one pass over
+    the data; epochs are counted from 0. The default strategy distributes nothing and returns the
+    dataset itself, so a dataset has a position that can be saved, like a `DistributedDataset`.
+
+    Parameters
+    ----------
+    pipeline : Pipeline
+        The source and the transformations. Programs do not call the constructor, but one of the
+        functions above.
+    auto_shard_policy : AutoShardPolicy
+        How the ranks divide the dataset.
 
     Examples
     --------
@@ -135,21 +143,26 @@ class Dataset(metaclass=HintedType):
         Parameters
         ----------
         files : path, list of paths, or glob pattern
-            The files of a pattern are sorted by name, a list keeps its order.
+            The files to read. The files of a pattern are sorted by name; a list keeps its order.
         fields : str, Field, or a tuple or dict of them, optional
-            Paths of the datasets to read, all of one length, or `Field`. An example has the same
-            structure: an array, a tuple, or a dict with the given labels. A path with ``*``
-            makes an example of each match, and one to compound rows a dict of their members.
-            ``None`` takes every top-level dataset that can be read, as a dict, and names the
-            others in a warning.
+            Paths of the HDF5 datasets to read, all of the same length, or `Field` objects. An
+            example has the same structure: an array, a tuple, or a dict with the given labels.
+            With ``*`` in a path, each match is one example. The rows of a compound dataset become
+            dicts of their members. ``None`` reads every top-level dataset that can be read, as a
+            dict, and lists the others in a warning.
         swmr : bool
-            Whether the files are being written, by a program that has set ``swmr_mode``. The
-            number of examples is that of the first use, or of the call that distributes them.
+            Whether a program that has set ``swmr_mode`` is still writing the files. The number
+            of examples is fixed at the first use, or by the call that distributes the dataset.
+
+        Returns
+        -------
+        Dataset
+            The examples; the files are opened on first use.
 
         Raises
         ------
         TypeError, ValueError
-            If an argument has another form.
+            If an argument has a different form.
         DataError
             On first use, if a file is missing or damaged, a field is missing or does not fit
             the others, or there are no examples.
@@ -158,46 +171,62 @@ class Dataset(metaclass=HintedType):
 
     @classmethod
     def from_arrays(cls, nest: Any) -> Dataset:
-        """Return the rows of the arrays in `nest`, all of one length. Local.
+        """Return the rows of the arrays in `nest` as examples. Local.
 
-        All ranks must pass the same arrays. `Strategy.distribute_dataset` compares digests of them.
+        Parameters
+        ----------
+        nest : nest of array-like
+            Arrays of the same length. All ranks must pass the same arrays:
+            `Strategy.distribute_dataset` compares digests of them.
+
+        Returns
+        -------
+        Dataset
+            One example per row, with the structure of `nest`.
 
         Raises
         ------
         TypeError
-            For datasets of h5py, and arrays of zarr, dask and xarray, which would be read whole
-            on every rank: use `from_hdf5` or `from_source`.
+            For datasets of h5py, and for arrays of zarr, dask and xarray, because every rank would
+            read all of them: use `from_hdf5` or `from_source`.
         DataError
-            If there is no array, one is 0-d or masked, or lengths differ.
+            If there is no array, if an array is 0-d or masked, or if lengths differ.
         """
         refuse_lazy_arrays(nest)
         return cls(Pipeline(ArraySource(nest)))
 
     @classmethod
     def from_source(cls, source: Any, thread_safe: bool = True) -> Dataset:
-        """Return the examples of any object with a length and examples by number. Local.
+        """Return the examples of any object with a length and access by number. Local.
 
-        For example a zarr or dask array, a table of a data base, or a folder of files. Each rank
-        reads the examples of its slices, ahead of their use and in threads. All ranks need a
-        source of the same examples.
+        Such an object may be a zarr or dask array, a table of a database, or a folder of files.
+        Each rank reads the examples of its slices ahead of their use, in threads. The sources of
+        all ranks must have the same examples.
 
         Parameters
         ----------
         source : object
-            With ``__len__``, and either ``__getitem__(number)``, which returns one example, or
-            ``read(numbers)``, which takes an int64 array and returns the nest of arrays stacked.
-            Optional attributes: `chunk_rows`, an integer or the first row of each chunk, tells
-            which examples are read together best: then each chunk is read whole, in one call, and
-            about once in a shuffled pass. `element_spec` is the nest of `ArraySpec` of an example,
-            with ``None`` for lengths that differ; without it all examples have the shapes and
-            dtypes of the first one.
+            Has ``__len__``, and either ``__getitem__(number)``, which returns one example, or
+            ``read(numbers)``, which takes an int64 array and returns the nest of stacked arrays.
+            The optional attribute `chunk_rows` says which examples are best read together. It is
+            the number of examples per chunk, or an array with the first row of each chunk. Each
+            chunk is then read whole, in one call, and about once per shuffled epoch. The optional
+            attribute `element_spec` is the nest of `ArraySpec` of one example, with ``None`` for
+            lengths that differ. Without it, all examples must have the shapes and dtypes of the
+            first one.
         thread_safe : bool
-            Whether several threads may call `source` at a time. Otherwise one does.
+            Whether several threads may call `source` at the same time. If false, only one thread
+            calls it.
+
+        Returns
+        -------
+        Dataset
+            The examples of `source`, in the order of their numbers.
 
         Raises
         ------
         TypeError
-            If `source` has not these methods.
+            If `source` lacks these methods.
         DataError
             While iterating, if an example does not fit the spec.
 
@@ -217,44 +246,67 @@ class Dataset(metaclass=HintedType):
 
     @classmethod
     def from_generator(cls, fn: Callable[[], Iterable[Any]], element_spec: Any) -> Dataset:
-        """Return the elements of ``fn()``, which is called again for each pass. Local.
+        """Return the elements of ``fn()``, which is called again for each epoch. Local.
 
-        Every rank runs all of it, because a generator cannot be split before it has run: `fn`
-        must give the same elements on all ranks.
+        Every rank runs the whole generator, because a generator cannot be split before it has run.
+        So `fn` must yield the same elements on all ranks.
 
         Parameters
         ----------
         fn : callable
-            Takes nothing, returns an iterable.
+            Takes no arguments and returns an iterable.
         element_spec : nest of ArraySpec
-            Of one element. Values are cast within their kind where they survive: integers are
-            in range, strings are not cut, numbers do not become infinite.
+            Structure, shapes and dtypes of one element. Values are cast to a dtype of the same
+            kind if they survive it: integers must be in range, strings are not cut, and finite
+            numbers must not become infinite.
+
+        Returns
+        -------
+        Dataset
+            The elements, of unknown number.
 
         Raises
         ------
         TypeError
-            If `fn` is not callable or `element_spec` is no nest of `ArraySpec`.
+            If `fn` is not callable or `element_spec` is not a nest of `ArraySpec`.
         DataError
-            While iterating, if an element does not fit `element_spec`, or if `fn` returns no
-            iterable, or the iterator that it has returned before.
+            While iterating, if an element does not fit `element_spec`, or if `fn` does not return
+            an iterable, or returns the same generator again.
         """
         return cls(Pipeline(GeneratorSource(fn, element_spec)))
 
     @classmethod
     def range(cls, n: int) -> Dataset:
-        """Return the integers 0 to `n` - 1, as int64. Local."""
+        """Return the integers 0 to `n` - 1, as int64. Local.
+
+        Parameters
+        ----------
+        n : int
+            Number of integers, at least 0.
+
+        Returns
+        -------
+        Dataset
+            Its elements are scalars.
+        """
         return cls(Pipeline(RangeSource(as_integer("n", n, 0, maximum=2**63 - 1))))
 
     @property
     def element_spec(self) -> Any:
-        """The nest of `ArraySpec` of one element. Where there is a map, one example is read.
+        """The nest of `ArraySpec` of one element. If there is a `map`, it is called on one example.
 
         Local.
         """
         return self._pipeline.element_spec
 
     def cardinality(self) -> int:
-        """Return the number of elements; -1 for endless, -2 for unknown. Local."""
+        """Return the number of elements per epoch. Local.
+
+        Returns
+        -------
+        int
+            At least 0; -1 if the dataset is endless, -2 if the number is unknown.
+        """
         return self._pipeline.length
 
     def __iter__(self) -> ElementIterator:
@@ -267,16 +319,27 @@ class Dataset(metaclass=HintedType):
         return f"<Dataset {self._pipeline}{self._position}>"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, as that of a `DistributedDataset` with the same batches. Local."""
+        """Return the position, as a `DistributedDataset` with the same batches does. Local.
+
+        Returns
+        -------
+        dict
+            JSON values; see `DistributedDataset.state_dict`.
+        """
         return self._position.state(position_layout(self._pipeline))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at a position, as a `DistributedDataset` does. Local.
+        """Resume at a position: the next ``iter()`` continues that epoch. Local.
+
+        Parameters
+        ----------
+        state : dict
+            A result of `state_dict`, from a dataset with the same files, order and batch size.
 
         Raises
         ------
         TypeError, ValueError
-            If it is no position, or one within a pass that this dataset does not have.
+            If `state` is not a position, or is in the middle of an epoch of a different dataset.
         """
         self._position.load(state, position_layout(self._pipeline), self._pipeline.length)
 
@@ -286,31 +349,44 @@ class Dataset(metaclass=HintedType):
     ) -> Self:
         """Return the elements in random order. Local.
 
-        The order depends on the files, `seed`, the pass and the batch size alone.
+        The order depends only on the files, `seed`, the epoch and the batch size. It is the same
+        on any number of ranks.
 
-        A pass over files interleaves L partitions of the chunks: each fills a fixed part of every
-        batch. On N ranks, a chunk is decoded about once over the whole job where N divides L, up
-        to twice on average where N is smaller otherwise, and about N / L times where N is larger.
-        L is at most an eighth of the number of chunks (half of it up to 4 partitions), half the
-        number of chunks in the window, the batch size, and one for every 64 examples. The chunks
-        are those of the field with the largest rows; longer chunks of another field are decoded
-        by every rank that needs a row of one.
+        HDF5 files are not shuffled as a whole. Chunks are read in random order, and the rows of as
+        many chunks as fit into the window are mixed. Other elements stay within their window.
 
         Parameters
         ----------
         seed : int
+            Seed of the order, at least 0.
         reshuffle_each_iteration : bool
-            Whether each pass, and each repetition within it, has its own order.
+            Whether each epoch, and each repetition of `repeat`, has a new order. If false, all have
+            the same one.
         window : int, optional
-            How many elements are mixed at a time. ``None``: for files as many as need about
-            100 MB, else all. The chunks of files come in random order whatever the window;
-            other elements stay within their window.
+            Number of elements that are mixed at a time. Default: for files, as many as fit into
+            48 MiB, of which a rank holds two windows; otherwise all elements. A smaller window
+            needs less memory and mixes less.
+
+        Returns
+        -------
+        Dataset
+            A new dataset; this one is unchanged.
 
         Raises
         ------
         TypeError, ValueError
-            If `seed` is no integer of at least 0, `window` none of at least 1, or
-            `reshuffle_each_iteration` no bool; and for `buffer_size`, an argument of tf.data.
+            If `seed` is not an integer of at least 0, `window` not an integer of at least 1, or
+            `reshuffle_each_iteration` not a bool; and for `buffer_size`, which only tf.data has.
+
+        Notes
+        -----
+        An epoch over files interleaves L partitions of the chunks, and each partition fills a fixed
+        part of every batch. On N ranks, a chunk is decoded about once over the whole job if N
+        divides L, up to twice on average if N is smaller and does not divide L, and about N / L
+        times if N is larger. L is at most an eighth of the number of chunks (half of it up to 4
+        partitions), half the number of chunks in the window, the batch size, and one per 64
+        examples. The chunks that count are the chunks of the field with the largest rows. If
+        another field has longer chunks, every rank that needs a row of one decodes it.
         """
         window = None if window is None else as_integer("window", window, 1)
         reshuffles = as_bool("reshuffle_each_iteration", reshuffle_each_iteration)
@@ -320,15 +396,20 @@ class Dataset(metaclass=HintedType):
         """Return the elements in batches: arrays with one more dimension in front. Local.
 
         Batches can be batched again, for example for several steps at a time. The batches of the
-        last call are the global ones, which ranks divide. The batches within one must be equally
-        long, so let all calls but the last drop the remainder.
+        last call are the global batches, which the ranks divide. All inner batches must have the
+        same length, so pass ``drop_remainder=True`` in every call but the last.
 
         Parameters
         ----------
         global_batch_size : int
-            Elements in a batch, over all replicas together.
+            Number of elements per batch, over all replicas together.
         drop_remainder : bool
-            Whether a last batch that is shorter is left out.
+            Whether to leave out the last batch if it is shorter.
+
+        Returns
+        -------
+        Dataset
+            The batches.
 
         Raises
         ------
@@ -342,7 +423,7 @@ class Dataset(metaclass=HintedType):
     def _batched(
         self, make: Callable[..., Batch], batch_size: Any, drop_remainder: Any, *options: Any
     ) -> Self:
-        """Return the elements in the batches that `make` makes of checked arguments."""
+        """Return the elements in batches; `make` is the class, called with checked arguments."""
         size = as_integer("global_batch_size", batch_size, 1)
         return self._then(make(size, as_bool("drop_remainder", drop_remainder), *options))
 
@@ -351,34 +432,41 @@ class Dataset(metaclass=HintedType):
     ) -> Self:
         """Return `fn` of each element. Local.
 
-        Before `batch`, `fn` gets one example; after it, this rank's slice of the batch, which
-        may have the length 0. A tuple is passed as several arguments. `fn` must be pure: how
-        often and in which order it is called is not defined. Random numbers it takes from
-        `mpistrat.data.example_rng`, so that they depend on the example and not on the rank.
+        Before `batch`, `fn` gets one example. After `batch`, it gets this rank's slice of the
+        batch, whose length may be 0. `fn` must be pure, because it is not defined how often and in
+        which order it is called. It should draw random numbers from `mpistrat.data.example_rng`,
+        so that they depend on the example and not on the rank.
 
-        Where `fn` comes before `batch`, all examples get the dtype of the first one of the data
-        set, as it is without shuffling, whatever the number of ranks; strings are at least as wide
-        as those of the source.
+        If `fn` comes before `batch`, all examples get the dtype of the first example of the
+        dataset without shuffling, on any number of ranks. Strings are at least as wide as the
+        strings of the source.
 
         Parameters
         ----------
         fn : callable
+            Takes an element, or one argument per item if the element is a tuple. Returns the new
+            element, a nest of arrays, numbers or strings.
         seed : int
-            Of `example_rng` and `example_rngs` in `fn`.
+            Seed of `example_rng` and `example_rngs` in `fn`, at least 0.
         num_parallel_calls : int, optional
-            In how many threads `fn` is called, which helps where it leaves Python, as decoders and
-            NumPy do. The order stays, at most twice as many results wait, and an error cancels
-            what comes after it. ``None``: one call at a time, in the thread of the iterator; -1
-            (`mpistrat.data.AUTOTUNE`): this rank's share of the cores.
+            Number of threads that call `fn`. Threads help if `fn` releases Python's lock, as
+            decoders and NumPy do. The elements keep their order, at most twice as many results
+            wait, and an error cancels the calls after it. ``None``: one call at a time, in the
+            thread of the iterator; -1 (`mpistrat.data.AUTOTUNE`): this rank's share of the cores.
+
+        Returns
+        -------
+        Dataset
+            The results of `fn`, in the same order.
 
         Raises
         ------
         TypeError, ValueError
-            If `fn` is not callable, `seed` no integer of at least 0, or `num_parallel_calls` none
-            of at least 1.
+            If `fn` is not callable, `seed` is not an integer of at least 0, or
+            `num_parallel_calls` is neither -1 nor an integer of at least 1.
         DataError
-            While iterating, if the results for a batch do not stack, or do not fit the dtype of
-            the first one.
+            While iterating, if the results for a batch cannot be stacked, or do not fit the dtype
+            of the first one.
         """
         if not callable(fn):
             raise TypeError(f"map needs a function, not {fn!r}.")
@@ -388,21 +476,66 @@ class Dataset(metaclass=HintedType):
         return self._then(Map(fn, seed, num_parallel_calls))
 
     def repeat(self, count: int | None = None) -> Self:
-        """Return the elements `count` times over; endlessly for ``None`` or -1. Local."""
+        """Return the elements `count` times over. Local.
+
+        Parameters
+        ----------
+        count : int, optional
+            Number of repetitions; ``None`` or -1 repeats endlessly.
+
+        Returns
+        -------
+        Dataset
+            A new dataset, `count` times as long.
+        """
         if count is not None:
             count = as_integer("count", count, -1)
         return self._then(Repeat(None if count == -1 else count))
 
     def take(self, n: int) -> Self:
-        """Return the first `n` elements. Local."""
+        """Return the first `n` elements. Local.
+
+        Parameters
+        ----------
+        n : int
+            Number of elements, at least 0. If there are fewer, all are taken.
+
+        Returns
+        -------
+        Dataset
+            A new dataset; this one is unchanged.
+        """
         return self._then(Take(as_integer("n", n, 0)))
 
     def skip(self, n: int) -> Self:
-        """Return the elements after the first `n`. Local."""
+        """Return the elements after the first `n`. Local.
+
+        Parameters
+        ----------
+        n : int
+            Number of elements to leave out, at least 0.
+
+        Returns
+        -------
+        Dataset
+            A new dataset; this one is unchanged.
+        """
         return self._then(Skip(as_integer("n", n, 0)))
 
     def shard(self, num_shards: int, index: int) -> Self:
         """Return every `num_shards`-th element, from element `index` on. Local.
+
+        Parameters
+        ----------
+        num_shards : int
+            Number of shards, at least 1.
+        index : int
+            Number of this shard, from 0.
+
+        Returns
+        -------
+        Dataset
+            The elements of one shard.
 
         Raises
         ------
@@ -415,20 +548,40 @@ class Dataset(metaclass=HintedType):
         return self._then(Shard(num_shards, index))
 
     def prefetch(self, n: int) -> Self:
-        """Return the same elements, of which a thread prepares up to `n` ahead. Local.
+        """Return the same elements; a thread prepares up to `n` of them ahead. Local.
 
-        Wherever it stands, it is the elements at the end that are prepared. Functions given to
-        `map` run in that thread.
+        The thread always prepares elements at the end of the pipeline, whichever transformations
+        come after `prefetch`. Functions passed to `map` run in that thread.
+
+        Parameters
+        ----------
+        n : int
+            Number of elements to prepare ahead, at least 1.
+
+        Returns
+        -------
+        Dataset
+            The same elements in the same order.
         """
         return self._then(Prefetch(as_integer("n", n, 1)))
 
     def with_options(self, *, auto_shard_policy: AutoShardPolicy) -> Self:
-        """Return the same elements, to be divided among ranks in another way. Local.
+        """Return the same elements with a different way to divide them among ranks. Local.
+
+        Parameters
+        ----------
+        auto_shard_policy : AutoShardPolicy
+            How the ranks divide the dataset, the same on all ranks.
+
+        Returns
+        -------
+        Dataset
+            A new dataset; this one is unchanged.
 
         Raises
         ------
         TypeError
-            If `auto_shard_policy` is no `AutoShardPolicy`.
+            If `auto_shard_policy` is not an `AutoShardPolicy`.
         """
         if not isinstance(auto_shard_policy, AutoShardPolicy):
             raise TypeError(
@@ -441,22 +594,28 @@ class Dataset(metaclass=HintedType):
 
     @classmethod
     def zip(cls, datasets: Any) -> Self:
-        """Return nests of the elements of several datasets, as long as the shortest. Local.
+        """Return nests of the elements at the same position of several datasets. Local.
 
-        Each dataset keeps its own reader. A shuffle afterwards shuffles all alike, and still
-        reads files by chunks: those of the dataset with the largest elements.
+        Each dataset keeps its own reader. A later `shuffle` puts all datasets into the same order,
+        and still reads files by chunks, namely the chunks of the dataset with the largest
+        elements.
 
         Parameters
         ----------
         datasets : nest of Dataset
-            An element has the same structure: a tuple, a dict, or nests of them.
+            A tuple, a dict, or nests of them. An element has the same structure.
+
+        Returns
+        -------
+        Dataset
+            The nests, as many as the shortest dataset has elements.
 
         Raises
         ------
         TypeError
-            If a leaf of the nest is no dataset.
+            If a leaf of the nest is not a dataset.
         ValueError
-            If there is none, or one is batched: batch the zipped dataset.
+            If the nest is empty, or a dataset is batched: batch the zipped dataset.
 
         Examples
         --------
@@ -482,28 +641,34 @@ class Dataset(metaclass=HintedType):
         seed: int = 0,
         stop_on_empty: bool = True,
     ) -> Self:
-        """Return a mixture of data sets: each element is the next one of one of them. Local.
+        """Return a mixture: each element is the next one of a dataset drawn by weight. Local.
 
-        Which dataset comes next is drawn from `seed` alone: it is the same in each pass. Let the
-        datasets shuffle their elements.
+        The choice of the next dataset depends only on `seed`, so it is the same in each epoch.
+        Shuffle the datasets themselves to get a new order.
 
         Parameters
         ----------
         datasets : list of Dataset
-            Of one `element_spec`, not batched.
+            Datasets with the same `element_spec`, not batched.
         weights : sequence of float, optional
-            How often each is drawn from; ``None``: all alike.
+            How often each dataset is drawn, relative to the others. ``None``: all equally often.
         seed : int
+            Seed of the draws, at least 0.
         stop_on_empty : bool
-            Whether the mixture ends where a dataset is drawn from that has no more elements.
-            Otherwise it is left out from then on, and the mixture ends with the last one.
+            Whether the mixture ends when a dataset is drawn that has no more elements. If false,
+            that dataset is no longer drawn, and the mixture ends with the last dataset.
+
+        Returns
+        -------
+        Dataset
+            The mixture, divided among ranks by the policy of the first dataset.
 
         Raises
         ------
         TypeError, ValueError
-            If an argument has another form, or there is not one weight for each dataset.
+            If an argument has a different form, or there is not one weight per dataset.
         DataError
-            If specs differ; at the latest on first use.
+            If the specs differ; raised at the latest on first use.
 
         Examples
         --------
@@ -530,21 +695,27 @@ class Dataset(metaclass=HintedType):
         return cls(Pipeline(view_or_stream(view)), policy_of(next(iter(datasets))))
 
     def concatenate(self, other: Dataset) -> Self:
-        """Return the elements of this data set, then those of `other`. Local.
+        """Return the elements of this dataset, then the elements of `other`. Local.
 
         Parameters
         ----------
         other : Dataset
-            Of the same `element_spec`; lengths that differ become ``None``. Not batched.
+            A dataset with the same `element_spec`, not batched. Lengths that differ become
+            ``None`` in the spec.
+
+        Returns
+        -------
+        Dataset
+            A new dataset, as long as both together.
 
         Raises
         ------
         TypeError
-            If `other` is no dataset.
+            If `other` is not a dataset.
         ValueError
             If one of the two is batched.
         DataError
-            If specs differ; at the latest on first use.
+            If the specs differ; raised at the latest on first use.
 
         Examples
         --------
@@ -559,21 +730,26 @@ class Dataset(metaclass=HintedType):
     def select(self, indices: Any) -> Self:
         """Return the elements with the given numbers, in that order. Local.
 
-        A shuffle afterwards still reads files by chunks. Without one, elements are read in the
-        order of `indices`: sort them where that order does not matter.
+        A later `shuffle` still reads files by chunks. Without one, elements are read in the order
+        of `indices`: sort them if the order does not matter.
 
         Parameters
         ----------
         indices : sequence of int, or of bool
-            Numbers of elements as in NumPy: negative ones count from the end, and one may come
-            several times. Or a mask with an entry for each element. All ranks need the same.
+            Numbers of elements as in NumPy: negative ones count from the end, and a number may
+            occur several times. Or a mask with one entry per element. All ranks must pass the same.
+
+        Returns
+        -------
+        Dataset
+            The selected elements.
 
         Raises
         ------
         TypeError
-            If they are neither integers nor bools, or not one-dimensional.
+            If `indices` are neither integers nor bools, or not one-dimensional.
         IndexError
-            If a number is out of range, or a mask has another length; for files on first use.
+            If a number is out of range, or the mask has a different length; for files on first use.
         ValueError
             If the length of the dataset is not known, or endless.
 
@@ -593,27 +769,35 @@ class Dataset(metaclass=HintedType):
     def filter(self, fn: Callable[..., Any], fields: Any = None) -> Self:
         """Return the elements for which `fn` is true. Local.
 
-        Which ones these are is found once, on first use: where the dataset is distributed, each
-        rank evaluates a share, and all agree. (In `distribute_datasets_from_function`, and where
-        a program iterates over the dataset itself, one rank evaluates it alone.) So `fn` sees
-        elements that `map` made before, but these may not be random. The number of elements is
-        known afterwards, and a shuffle still reads files by chunks.
+        `fn` is evaluated once, on first use. If the dataset is distributed, each rank evaluates
+        its share of the elements and the ranks exchange the results. In
+        `distribute_datasets_from_function`, and if a program iterates over the dataset itself,
+        each rank evaluates all of its dataset. `fn` gets the results of an earlier `map`, which
+        must not be random. Afterwards the number of elements is known, and a `shuffle` still reads
+        files by chunks. After `from_generator`, `fn` is evaluated in each epoch, and the number of
+        elements stays unknown.
 
         Parameters
         ----------
         fn : callable
-            Takes an element, a tuple as several arguments; returns a truth value.
+            Takes an element, or one argument per item if the element is a tuple. Returns a truth
+            value.
         fields : str, int, or list of them, optional
-            Labels of a dict, or positions in a tuple: `fn` gets these alone, and only they are
-            read.
+            Labels in a dict, or positions in a tuple. Only these fields are read and passed to
+            `fn`. Default: all.
+
+        Returns
+        -------
+        Dataset
+            The elements that are kept.
 
         Raises
         ------
         TypeError
             If `fn` is not callable.
         ValueError
-            After `batch` or `repeat`; on first use if a map before it uses `example_rng`, if the
-            elements are others in each pass, or an element has no such field.
+            After `batch` or `repeat`. On first use, if an earlier `map` uses `example_rng`, if
+            each epoch has different elements, or if an element lacks one of the fields.
 
         Examples
         --------
@@ -641,26 +825,31 @@ class Dataset(metaclass=HintedType):
     ) -> Self:
         """Return windows: `size` consecutive elements stacked along a new first dimension. Local.
 
-        Windows that would be shorter are left out. A shuffle afterwards reads files by chunks;
-        windows that overlap find their chunks decoded.
+        Windows that would be shorter are left out. A later `shuffle` still reads files by chunks,
+        and overlapping windows share the decoded chunks.
 
         Parameters
         ----------
         size : int
-            Elements in a window.
+            Number of elements per window.
         stride : int
-            How far the first elements of neighbouring windows are apart. It begins again in each
-            file.
+            Distance between the first elements of neighbouring windows, in elements. It starts
+            again with the first element of each file.
         dilation : int
-            How far the elements within a window are apart.
+            Distance between neighbouring elements within a window, in elements.
         across_files : bool
             Whether a window may begin in one file of `from_hdf5` and end in the next.
+
+        Returns
+        -------
+        Dataset
+            The windows.
 
         Raises
         ------
         TypeError, ValueError
-            If an argument is no integer of at least 1, or no bool; after `batch`; and where it
-            depends on the pass which elements are of one file.
+            If an argument is not an integer of at least 1, or not a bool; after `batch`; and if
+            each epoch has different elements in the same file.
         DataError
             While iterating, if elements differ in shape.
 
@@ -678,13 +867,19 @@ class Dataset(metaclass=HintedType):
     def enumerate(self, start: int = 0) -> Self:
         """Return pairs of a number and an element. Local.
 
-        Numbers are int64 and count the elements as this dataset has them, shuffled or not. After
-        `batch` they count global batches: then the number has no dimension, and all ranks get it.
+        The numbers are int64 and count the elements in the order of this dataset, shuffled or not.
+        After `batch` they count global batches: then the number is a scalar, and all ranks get the
+        same one.
 
         Parameters
         ----------
         start : int
             The first number.
+
+        Returns
+        -------
+        Dataset
+            The pairs, as tuples.
 
         Examples
         --------
@@ -700,25 +895,31 @@ class Dataset(metaclass=HintedType):
         return self._from(Zipped(structure, [Pipeline(CountSource(start)), self._pipeline]))
 
     def sample(self, weights: Any, num_examples: int | None = None, seed: int = 0) -> Self:
-        """Return elements drawn with replacement, by weight: to balance classes. Local.
+        """Return elements drawn with replacement, by weight, for example to balance classes. Local.
 
-        The draws depend on `seed`, the pass and the repetition alone. They come in the order in
-        which they are drawn; of compressed files they are read faster if `shuffle` follows, which
-        reads by chunks.
+        The draws depend only on `seed`, the epoch and the repetition. Elements are returned in the
+        order in which they are drawn. A `shuffle` after it reads compressed files faster, because
+        it reads by chunks.
 
         Parameters
         ----------
         weights : sequence of float
-            One for each element; they need not sum to 1. All ranks need the same.
+            One weight per element; they need not sum to 1. All ranks must pass the same.
         num_examples : int, optional
-            How many to draw; ``None``: as many as there are elements.
+            Number of draws per epoch; ``None``: as many as there are elements.
         seed : int
+            Seed of the draws, at least 0.
+
+        Returns
+        -------
+        Dataset
+            The elements that are drawn.
 
         Raises
         ------
         TypeError, ValueError
-            If a weight is negative or not finite, none is positive, or there is not one for each
-            element (for files on first use); if the length is not known, or endless.
+            If a weight is negative or not finite, if none is positive, if there is not one weight
+            per element (for files on first use), or if the length is not known, or endless.
 
         Examples
         --------
@@ -746,19 +947,25 @@ class Dataset(metaclass=HintedType):
         padding_values: Any = 0,
         drop_remainder: bool = False,
     ) -> Self:
-        """Return the elements in batches, each filled up to one shape. Local.
+        """Return the elements in batches, all padded to the same shape. Local.
 
         Parameters
         ----------
         global_batch_size, drop_remainder : int, bool
-            As those of `batch`.
+            As in `batch`.
         padded_shapes : nest of tuples of int or None, optional
-            The shape of each leaf; a tuple of integers is one shape. ``None`` (or -1) for a length
-            is that of the longest element in this rank's slice of the batch, so give lengths
-            where slices are gathered. Without `padded_shapes` all lengths that differ are those
-            of the longest.
+            The shape of each leaf; a tuple of integers is one shape. A length of ``None`` (or -1)
+            means the length of the longest element in this rank's slice of the batch. Pass numbers
+            if you gather the slices. Without `padded_shapes`, every length that differs is padded
+            to the longest.
         padding_values : scalar or nest of scalars
-            What fills up: one for all, or one for each leaf. Text is filled up with empty text.
+            The value to pad with: one for all leaves, or one per leaf. With 0, strings are padded
+            with empty strings.
+
+        Returns
+        -------
+        Dataset
+            The padded batches.
 
         Raises
         ------
@@ -778,22 +985,28 @@ class Dataset(metaclass=HintedType):
         return self._batched(PaddedBatch, global_batch_size, drop_remainder, *options)
 
     def ragged_batch(self, global_batch_size: int, drop_remainder: bool = False) -> Self:
-        """Return the elements in batches that keep the length of each. Local.
+        """Return the elements in batches in which each element keeps its length. Local.
 
-        Each leaf whose lengths may differ, which are those with ``None`` in its spec, and after a
-        `map` all that have a dimension, becomes a `Ragged`. The others are stacked.
+        A leaf becomes a `Ragged` if its lengths may differ, that is, if its spec has a ``None``.
+        After a `map`, every leaf with at least one dimension becomes a `Ragged`. Other leaves are
+        stacked.
 
         Parameters
         ----------
         global_batch_size, drop_remainder : int, bool
-            As those of `batch`.
+            As in `batch`.
+
+        Returns
+        -------
+        Dataset
+            The batches.
 
         Raises
         ------
         TypeError, ValueError
             As `batch` does.
         DataError
-            While iterating, if elements differ in another dimension than the first.
+            While iterating, if elements differ in a dimension after the first.
 
         Examples
         --------
@@ -807,22 +1020,28 @@ class Dataset(metaclass=HintedType):
     def unbatch(self) -> Self:
         """Return the elements of batches, or the rows of elements that are arrays. Local.
 
-        After `batch`, `padded_batch` or `ragged_batch` it undoes the last of them, padding too,
-        also if `shuffle`, `take`, `select` or the like stand between. A `map` of the batches gets
-        batches of one example from now on, whose length it must keep.
+        After `batch`, `padded_batch` or `ragged_batch` it undoes the last of these calls, with its
+        padding, even if `shuffle`, `take`, `select` or similar calls are in between. A `map` of the
+        batches then gets batches of one example, and must keep their length.
 
-        Without a batch, the rows of each element become elements: all leaves are arrays of one
-        length, which may differ from element to element, such as the frames of recordings in
-        several datasets of a file (``"run_*/frame"``). A shuffle afterwards mixes the rows of
-        several elements, as many as its window holds, and reads each element about once. Where
-        neither specs nor files tell the lengths, as after `map`, each element is made a second
-        time, to count its rows, when the dataset is distributed: the ranks share the work. So such
-        a `map` may not draw random numbers; map at random after `unbatch`.
+        If the dataset is not batched, the rows of each element become elements, for example the
+        frames of recordings in several datasets of a file (``"run_*/frame"``). All leaves of an
+        element must be arrays of the same length, which may differ between elements. A later
+        `shuffle` mixes the rows of as many elements as fit into its window, and reads each element
+        about once. If neither the spec nor the file has the lengths, as after `map`, the ranks
+        count the rows together when the dataset is distributed: each element is created a second
+        time for that. So such a `map` must not draw random numbers; put a random `map` after
+        `unbatch`.
+
+        Returns
+        -------
+        Dataset
+            The elements or rows, one by one.
 
         Raises
         ------
         ValueError
-            If batches were enumerated, or elements are no arrays.
+            If the batches were enumerated, or the elements are not arrays.
         DataError
             On first use, if the arrays of one element differ in length.
 
@@ -854,15 +1073,20 @@ class Dataset(metaclass=HintedType):
     def flat_map(
         self, fn: Callable[..., Any], seed: int = 0, num_parallel_calls: int | None = None
     ) -> Self:
-        """Return the rows of what `fn` makes of each element, as ``map(fn).unbatch()``. Local.
+        """Return the rows of the arrays that `fn` returns: ``map(fn).unbatch()``. Local.
 
         Parameters
         ----------
         fn : callable
-            Takes an element, as a function given to `map`, and returns a nest of arrays of one
-            length. It is called a second time for each element, to count the rows.
+            Takes an element, like a function passed to `map`, and returns a nest of arrays of the
+            same length. It is called a second time for each element, to count the rows.
         seed, num_parallel_calls : int, int or None
-            As those of `map`.
+            As in `map`.
+
+        Returns
+        -------
+        Dataset
+            The rows, one by one.
 
         Raises
         ------
@@ -884,32 +1108,39 @@ class Dataset(metaclass=HintedType):
         return self.map(fn, seed, num_parallel_calls).unbatch()
 
     def cache(self, memory: int | str = "4 GiB") -> Self:
-        """Return the same elements, kept in memory once they have been made. Local.
+        """Return the same elements, kept in memory once they have been read and mapped. Local.
 
-        What comes out here, decoded and mapped, is made once and taken from memory afterwards:
-        in later passes, and by other ranks of the node, which share the memory. An element is kept
-        once a node. The system takes the memory back when the last process that uses it ends.
+        The elements are read, decoded and mapped once, and taken from memory afterwards: in later
+        epochs, and by other ranks of the node, which share the memory. Each node keeps one copy
+        of an element. The operating system frees the memory when the last process that uses it
+        exits.
 
-        Only what an element contains is kept: a `shuffle`, before or after it, still shuffles
-        each pass. A `map` before it that draws from `example_rng` is frozen: each example keeps
-        what it got with the random numbers of the first pass. Map at random after `cache`.
+        Only the content of elements is kept, so a `shuffle` still reshuffles every epoch, before or
+        after `cache`. A random `map` before `cache` runs once, with the random numbers of the
+        first epoch, so every epoch repeats the same augmentation: put it after `cache`.
 
         Parameters
         ----------
         memory : int or str
-            The most bytes that a node keeps, such as ``"512 MiB"``.
+            The most memory that a node may use, in bytes or as a size such as ``"512 MiB"``.
+
+        Returns
+        -------
+        Dataset
+            The same elements.
 
         Raises
         ------
         TypeError, ValueError
-            If `memory` is no size; if the dataset is batched, because what a rank would keep
-            depended on the number of ranks: call ``cache`` before ``batch``; on first use, if the
-            dataset has other elements in each pass, as after ``sample``.
+            If `memory` is not a size. If the dataset is batched, because a rank's part of a batch
+            depends on the number of ranks: call ``cache`` before ``batch``. On first use, if each
+            epoch has different elements, as after ``sample``.
         MemoryError
-            If the elements need more: when the dataset is distributed or iterated where sizes are
-            known, else at the first element that does not fit, with the sum that is needed.
+            If the elements need more memory. If sizes are known, when the dataset is distributed
+            or iterated; otherwise at the first element that does not fit. The message says how
+            much is needed.
         DataError
-            While iterating, if a leaf of an element is neither array, number nor text.
+            While iterating, if a leaf of an element is not an array, a number or a string.
 
         Examples
         --------
@@ -929,32 +1160,36 @@ class Dataset(metaclass=HintedType):
         return type(self)(Pipeline(source, orders, pipeline.branch), self._auto_shard_policy)
 
     def ignore_errors(self, log_warning: bool = True) -> Self:
-        """Return the elements that can be made, without those where that raises an error. Local.
+        """Return the elements without those that raise an error when read or mapped. Local.
 
-        Such elements are, for example, those with a damaged image, which a function given to `map`
-        cannot decode, and rows of a damaged chunk of a file. As with `filter`, it is found once
-        which these are, when the dataset is first distributed: the ranks share the work, and
-        agree. So batches are full, positions and lengths are exact, and all of it is the same at
-        any number of ranks. That takes a pass over the data, which a `cache` before it keeps:
-        ``map(decode).cache().ignore_errors()`` decodes once.
+        These may be damaged images, which a function passed to `map` cannot decode, or rows of a
+        damaged chunk of a file. As with `filter`, the ranks find these elements together, once,
+        when the dataset is first distributed. So batches are full, and positions and lengths are
+        exact and the same on any number of ranks. The search takes one pass over the data. A
+        `cache` before it keeps the result: ``map(decode).cache().ignore_errors()`` decodes once.
 
-        A `map` that draws from `example_rng` is tried with the random numbers of the first pass. An
-        error in a later pass is raised, and so is an error of a `map` after it. `MemoryError` is
-        never ignored.
+        A `map` that draws from `example_rng` is tried with the random numbers of the first epoch.
+        Errors in later epochs are raised, and so are errors of a `map` after `ignore_errors`.
+        `MemoryError` is never ignored.
 
         Parameters
         ----------
         log_warning : bool
-            Whether rank 0 warns how many elements are left out, and names the first ones with their
-            errors, by the logger ``mpistrat``.
+            Whether rank 0 logs a warning to the logger ``mpistrat`` that says how many elements
+            are left out and lists the first ones with their errors.
+
+        Returns
+        -------
+        Dataset
+            The elements that raise no error.
 
         Raises
         ------
         TypeError
-            If `log_warning` is no bool.
+            If `log_warning` is not a bool.
         ValueError
-            If the dataset is batched: call it before ``batch``; or if its length is unknown, as of
-            a generator.
+            If the dataset is batched: call it before ``batch``. Also if its length is unknown, as
+            for a generator.
 
         Examples
         --------
@@ -982,7 +1217,7 @@ def pipeline_of(dataset: Dataset) -> Pipeline:
 
 
 def policy_of(dataset: Dataset) -> AutoShardPolicy:
-    """Return how a dataset is to be divided among ranks."""
+    """Return how the ranks divide a dataset."""
     return dataset._auto_shard_policy
 
 
@@ -1009,6 +1244,6 @@ def _check_finite(name: str, pipeline: Pipeline) -> None:
 
 
 def _check_specs(view: Concatenated | Mixed) -> None:
-    """Raise DataError where specs differ, if they are known without reading or calling anything."""
+    """Raise DataError if specs differ, if they are known without reading or calling anything."""
     if view.is_read and not view.num_maps:
         _ = view.element_spec

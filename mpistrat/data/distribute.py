@@ -1,4 +1,4 @@
-"""Distribution of datasets: checked on every rank, refused on all if refused on one."""
+"""Distribution of datasets: every rank checks them, and if one raises an error, all do."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def distribute(
             )
         pipeline = _checked_pipeline(dataset, kind)
         of_ranks = call.exchange(describe_files(pipeline))
-    # In this order: the lengths of files, the caches and the filters decide the lengths and specs
-    # that are compared after them.
+    # The order matters: the lengths of files, the caches and the filters decide the lengths and
+    # specs that are compared after them.
     pipeline = agree_on_files(pipeline, of_ranks, collectives, kind)
     policy = policy_of(dataset)
     _prepare(pipeline, policy, collectives, kind)
@@ -75,7 +75,7 @@ def distribute_from_function(
     collectives: Collectives,
     device: Device,
 ) -> DistributedDataset:
-    """Give each rank the dataset that `dataset_fn` returns there. **Collective**."""
+    """Return this rank's part of the datasets that `dataset_fn` returns. **Collective**."""
     layout = collectives.layout
     size, rank = layout.num_replicas, layout.replica_id
     kind = "distribute_datasets_from_function"
@@ -100,8 +100,8 @@ def distribute_from_function(
         return again
 
     with collectives.all_or_none(kind):
-        # It calls a function of the user, which may fail on one rank. All learn that here, before
-        # the gather below, which would wait for this rank.
+        # `dataset_fn` may fail on one rank. All ranks learn that here, because the gather below
+        # would wait for this rank forever.
         pipeline = pipeline_of(rank)
         described = describe_files(pipeline)
     of_all = collectives.gather_json(described, kind)
@@ -112,7 +112,7 @@ def distribute_from_function(
     _check_same_in_replicas(gathered, layout, kind)
     of_ranks = [gathered[first] for first in layout.ranks_of_shard(0)]
     lengths = [length for length, _, _ in of_ranks]
-    # One rank whose pass never ends is enough: then none ends, and the ranks need not ask.
+    # If the pass of one rank never ends, none ends, so the ranks need not ask each other.
     surely_endless = any(length == ENDLESS and certain for length, certain, _ in of_ranks)
     is_certain = surely_endless or all(certain for _, certain, _ in of_ranks)
     with collectives.all_or_none(kind):
@@ -137,12 +137,12 @@ def distribute_from_function(
 
 
 _AS_READ = (Batch, Prefetch, Repeat, Shard, Shuffle, Skip, Take, WholeBatches)
-"""After these only, nobody else has seen the arrays that the reader has made."""
+"""If a pipeline has only these, no function of the program has seen the arrays of the reader."""
 
 
 def _read_for(target: Device | None, pipeline: Pipeline) -> Pipeline:
-    """Return `pipeline` with files read into memory from which `target` copies."""
-    # A function of the program could keep such an array, and write to it while it is copied.
+    """Return `pipeline` with files read into memory from which a copy to `target` is fast."""
+    # Not after a map: its function could keep such an array, and write to it during the copy.
     source, empty = pipeline.source, memory_for(target)
     is_as_read = all(type(each) in _AS_READ for each in pipeline.transformations)
     if empty is None or not is_as_read or not isinstance(source, Hdf5Source):
@@ -153,8 +153,8 @@ def _read_for(target: Device | None, pipeline: Pipeline) -> Pipeline:
 def _prepare(
     pipeline: Pipeline, policy: AutoShardPolicy, collectives: Collectives, kind: str
 ) -> None:
-    """Share caches and evaluate filters, those below first. **Collective**."""
-    # The spec of a cache may need a filter below it, which each rank would evaluate for itself.
+    """Share caches, evaluate filters and count rows, inner datasets first. **Collective**."""
+    # The spec of a cache may need a filter below it, and each rank would evaluate all of it.
     source = pipeline.source
     for child in getattr(source, "children", ()):
         _prepare(child, policy, collectives, kind)
@@ -187,7 +187,7 @@ def _checked_pipeline(dataset: Any, kind: str) -> Pipeline:
 def _rank_dataset(pipeline: Pipeline, policy: AutoShardPolicy, layout: Layout) -> RankDataset:
     """Return the part of this rank's replica, once all ranks have the same pipeline."""
     size, rank = layout.num_replicas, layout.replica_id
-    # Here, where an error reaches all ranks, and not with the first element.
+    # The spec is found here, because an error here reaches all ranks before the first element.
     found_spec = pipeline.found_spec
     batch = pipeline.batch
     if policy in (AutoShardPolicy.AUTO, AutoShardPolicy.DATA) or batch is None:
@@ -215,26 +215,26 @@ def _rank_dataset(pipeline: Pipeline, policy: AutoShardPolicy, layout: Layout) -
 
 
 def _described(pipeline: Pipeline) -> list[Any]:
-    """Return the length, whether that holds, and the order, as JSON values."""
+    """Return the length, whether it is certain, and the order, as JSON values."""
     return [pipeline.length, _is_certain(pipeline), order_digest(pipeline)]
 
 
 def _is_certain(pipeline: Pipeline) -> bool:
-    """Return whether the length holds; of a generator even "endless" is wrong if it is empty."""
+    """Return whether the length is certain. An endlessly repeated generator may still be empty."""
     return pipeline.source.num_examples != UNKNOWN
 
 
 def _next_alone(own: Iterator[Any]) -> tuple[Any, bool]:
-    """Take an element where all ranks have the same ones, so that all end together."""
+    """Take the next element. All ranks have the same elements, so all end together."""
     element = next(own, None)
     return element, element is not None
 
 
 def _next_together(collectives: Collectives) -> NextElement:
-    """Return what takes elements where ranks may end at different times."""
+    """Return a function that takes elements if the ranks may end at different times."""
 
     def next_element(own: Iterator[Any]) -> tuple[Any, bool]:
-        # Inside the call, so that an error of one rank's data reaches the others.
+        # The element is read inside the call, so that an error on one rank reaches the others.
         with collectives.call("next batch of a distributed data set") as call:
             element = next(own, None)
             return element, any(call.exchange(element is not None))
@@ -243,7 +243,7 @@ def _next_together(collectives: Collectives) -> NextElement:
 
 
 def _check_same_in_replicas(of_ranks: list[Any], layout: Layout, kind: str) -> None:
-    """Refuse datasets that differ between the ranks of one replica."""
+    """Raise DataError if the datasets differ between the ranks of one replica."""
     for rank, own in enumerate(of_ranks):
         first = rank - layout.shard_of(rank)
         if own != of_ranks[first]:
@@ -266,7 +266,7 @@ def _target(options: InputOptions, device: Device) -> Device | None:
 
 
 def _spec_of_any_rank(spec: Any, collectives: Collectives, kind: str) -> Any:
-    """Return `spec`, or that of the first rank that has one. **Collective**."""
+    """Return `spec`, or the spec of the first rank that has one. **Collective**."""
     own = None if spec is None else _describe_kinds(spec)
     kinds: list[str | None] = collectives.gather_json(own, kind)
     _check_same_kinds(kinds, kind)
@@ -304,7 +304,7 @@ _SEQUENCES: dict[str, type] = {"list": list, "tuple": tuple}
 
 
 def _to_json(node: Any) -> Any:
-    """Return ``[kind, ...]``: JSON values for a nest of `ArraySpec`."""
+    """Return a nest of `ArraySpec` as JSON values: ``[kind, ...]``."""
     if isinstance(node, ArraySpec) and np.dtype(node.dtype.str) == node.dtype:
         return ["array", list(node.shape), node.dtype.str, holds_ragged(node)]
     if type(node) is dict and all(isinstance(key, str) for key in node):

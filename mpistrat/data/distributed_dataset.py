@@ -1,4 +1,4 @@
-"""Distributed datasets: the part that each rank has of them, and its transfer to the device."""
+"""Distributed datasets: the part of each batch that a rank reads, and its copy to the device."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ if TYPE_CHECKING:
     from mpistrat.collectives.collectives import Collectives
 
 _NEXT_BATCH = "next batch"
-"""How errors name the collectives of an iteration."""
+"""Name of the collectives of an iteration in error messages."""
 
 
 class DistributedDataset:
-    """The batches of a dataset, of which each rank gets its part.
+    """The batches of a dataset; each rank reads only its part of a batch.
 
-    Made by `Strategy.experimental_distribute_dataset` and
-    `Strategy.distribute_datasets_from_function`. Each element is a nest of `PerReplica`.
-    Iterating again starts the next pass; passes are counted from 0, broken-off ones too.
+    `Strategy.experimental_distribute_dataset` and `Strategy.distribute_datasets_from_function`
+    create it. Each element is a nest of `PerReplica`. Iterating again starts the next epoch, that
+    is, the next pass over the data. Epochs are counted from 0; those that a loop leaves early count
+    too.
 
-    Where an element cannot be made on one rank, because its part of a file is damaged or a
-    function given to `Dataset.map` raises, that rank gets the error and the others a
-    `CollectiveMismatchError` that names it, at their next collective, which is the end of the pass
-    at the latest.
+    If one rank cannot read or map an element, for example because its part of a file is damaged,
+    that rank raises the error. The other ranks raise a `CollectiveMismatchError` that names it, at
+    their next collective, or at the end of the epoch at the latest.
 
     Parameters
     ----------
     parts : sequence of ReplicaPart
-        One for each replica of this rank.
+        One per replica of this rank.
     collectives : Collectives
-        By which an error is reported to the other ranks.
+        The collectives that report an error to the other ranks.
     replicas : ReplicaSet, optional
         The replicas of this rank if it has several.
 
@@ -73,15 +73,15 @@ class DistributedDataset:
         self, parts: Sequence[ReplicaPart], collectives: Collectives, replicas: Any = None
     ) -> None:
         self.strategy: Any = None
-        """The strategy that divides it, for a checkpoint that saves the position."""
+        """The strategy that divides the dataset, for a checkpoint that saves the position."""
         self._check_context: Callable[[], None] | None = None
-        """Refuses to take elements in another context than that of the strategy."""
+        """Raises an error unless the program is in the context of this strategy."""
         self._parts, self._replica_set = parts, replicas
         self._rank_dataset = rank_dataset = parts[0].rank_dataset
         self._collectives = collectives
         self._position = Position()
         self._generators: list[GeneratorSource] = []
-        """Of which every rank must see the same elements."""
+        """The generators that must yield the same elements on every rank."""
         if isinstance(rank_dataset, BatchSlices) and collectives.layout.num_replicas > 1:
             self._generators = generators_of(rank_dataset.pipeline.source)
 
@@ -91,7 +91,14 @@ class DistributedDataset:
         return self._rank_dataset.element_spec
 
     def cardinality(self) -> int:
-        """Return the number of elements of a pass; -1 for endless, -2 for unknown. Local."""
+        """Return the number of elements per epoch. Local.
+
+        Returns
+        -------
+        int
+            At least 0, the same on all ranks; -1 if the dataset is endless, -2 if the number is
+            unknown.
+        """
         return self._rank_dataset.length
 
     def __iter__(self) -> ElementIterator:
@@ -113,24 +120,24 @@ class DistributedDataset:
             )
 
     def _elements(self, pass_number: int, start: int) -> Generator[Any, None, None]:
-        """Yield the elements of a pass; an error of one rank reaches all. **Collective**."""
+        """Yield the elements of a pass; all ranks learn of an error of one. **Collective**."""
         try:
             yield from self._own_elements(pass_number, start)
-        # It comes from a collective, so the others have it too, and would not take part in a
-        # report.
+        # A collective has raised this error on the other ranks too, so they would not take part in
+        # a report.
         except CollectiveError:
             raise
         except Exception as error:
-            with contextlib.suppress(Exception):  # which says less than the error
+            with contextlib.suppress(Exception):  # this rank raises `error`, which says more
                 self._meet(error)
             raise
-        # A rank without rows of a batch has met none of the errors that others report in it.
+        # A rank without rows of a batch has not seen the errors that other ranks report in it.
         self._meet()
         if self._generators and not self._collectives.is_elastic:
             self._compare_generators()
 
     def _meet(self, error: Exception | None = None) -> None:
-        """Meet the other ranks at the end of the pass, or report an `error`. **Collective**."""
+        """Wait for the other ranks at the end of the pass, or report an `error`. **Collective**."""
 
         def meet() -> None:
             with self._collectives.call(_NEXT_BATCH) as call:
@@ -141,12 +148,12 @@ class DistributedDataset:
         self._collectives.as_unit(_NEXT_BATCH, meet)
 
     def _compare_generators(self) -> None:
-        """Warn of generators that have given other elements on other ranks. **Collective**."""
+        """Warn if a generator has yielded different elements on different ranks. **Collective**."""
         seen_here = [each.seen for each in self._generators]
         of_ranks = self._collectives.gather_json(seen_here, _NEXT_BATCH)
         for number, generator in enumerate(self._generators):
             seen = [of_rank[number] for of_rank in of_ranks]
-            # A rank that stopped earlier proves nothing.
+            # If one rank has stopped earlier, the digests cannot be compared.
             if len({count for count, _ in seen}) == 1 and len({digest for _, digest in seen}) > 1:
                 groups = ranks_by_value((rank, digest) for rank, (_, digest) in enumerate(seen))
                 warn_once(
@@ -165,9 +172,9 @@ class DistributedDataset:
         return self._joined_elements(pass_number, start)
 
     def _joined_elements(self, pass_number: int, start: int) -> Generator[Any, None, None]:
-        """Yield elements of which each replica of this rank creates its part."""
+        """Yield elements whose parts are created by the replicas of this rank, one part each."""
         replicas, number = self._replica_set, start
-        while True:  # an elastic job may have given this rank more replicas
+        while True:  # in an elastic job this rank may have got more replicas
             ids = replicas.ids
             # All start at the next batch, so a replica that has moved to this rank continues there.
             parts = [self._part(each).elements(pass_number, number) for each in ids]
@@ -180,7 +187,7 @@ class DistributedDataset:
                         return
                     number += 1
                     yield self._joined(elements, pass_number, number - 1)
-                    # Or this frame would keep the batch in memory while the next one is created.
+                    # Otherwise this frame would keep the batch while the next one is created.
                     del elements
 
     def _part(self, replica: int) -> ReplicaPart:
@@ -189,7 +196,7 @@ class DistributedDataset:
         return self._parts[replica - first]
 
     def _joined(self, elements: Sequence[Any], pass_number: int, number: int) -> Any:
-        """Return the `elements` of the replicas here as one: the one with this number in a pass."""
+        """Return one element with the components of all replicas on this rank."""
         flat = [nests.flatten(each) for each in elements]
         rows = zip(*(leaves for leaves, _ in flat), strict=True)
         return nests.unflatten(flat[0][1], [self._joined_leaf(row) for row in rows])
@@ -200,26 +207,30 @@ class DistributedDataset:
         return self._replica_set.per_replica([leaf.values[0] for leaf in leaves])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position: the pass, and how many of its batches were handed out. Local.
+        """Return the position: the epoch, and how many of its batches were returned. Local.
 
-        JSON values only, the same on all ranks. ``order`` stands for what decides the order of
-        examples.
+        Returns
+        -------
+        dict
+            JSON values, the same on all ranks. ``pass`` is the number of the epoch, ``batch`` the
+            number of batches that were returned, and ``order`` a description of the order of
+            examples.
         """
         return self._position.state(self._rank_dataset.layout)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at a position: the next ``iter()`` resumes that pass. Local.
+        """Resume at a position: the next ``iter()`` continues that epoch. Local.
 
         Parameters
         ----------
         state : dict
-            From `state_dict`, of a dataset with the same files, order and batch size. The
-            number of ranks may be another where batches are global.
+            A result of `state_dict`, from a dataset with the same files, order and batch size. If
+            batches are global, the number of ranks may differ.
 
         Raises
         ------
         TypeError, ValueError
-            If it is no such dict, or a position within a pass that this dataset does not have.
+            If `state` is not a position, or is in the middle of an epoch of a different dataset.
         """
         self._position.load(state, self._rank_dataset.layout, self._rank_dataset.length)
 
@@ -228,7 +239,7 @@ _END = object()
 
 
 class ReplicaPart:
-    """The part of one replica; `device` is where its elements are placed, ``None`` the host."""
+    """The part of one replica. Its elements are placed on `device`; ``None`` is host memory."""
 
     def __init__(
         self, rank_dataset: RankDataset, device: Device | None, collectives: Collectives
@@ -248,7 +259,7 @@ class ReplicaPart:
 
         def per_replica_of(leaf: Any) -> Any:
             nonlocal is_empty
-            if type(leaf) is not np.ndarray:  # else it is in place already, which is common
+            if type(leaf) is not np.ndarray:  # otherwise, as is common, it is in place already
                 leaf = transfer.end(leaf)
                 if not values.is_value(leaf):
                     return leaf
@@ -262,28 +273,28 @@ class ReplicaPart:
                 note_part(replica, f"{place} in batch {number}" if is_empty else None)
             return element
 
-        # Ended in reverse order: first the thread that creates elements, which may still begin
-        # copies, and at the end the wait for the copies.
+        # They are closed in reverse order: the thread that creates elements, which may still begin
+        # copies, ends before the transfer waits for the copies.
         with contextlib.ExitStack() as stack:
             transfer = stack.enter_context(contextlib.closing(transfer_to(self.device)))
-            stack.callback(note_part, replica, None)  # after the pass nobody works on it
+            stack.callback(note_part, replica, None)  # after the pass no part is in use
             elements = self.rank_dataset.elements(pass_number, start, transfer.begin)
             stack.enter_context(contextlib.closing(elements))
             while True:
                 try:
-                    # No name for the element, which would keep it in memory until the next.
+                    # A name for the element would keep it in memory until the next one is there.
                     yield noted(nests.map_nest(per_replica_of, next(elements)))
                 except StopIteration:
                     return
 
 
 NextElement = Callable[[Iterator[Any]], tuple[Any, bool]]
-"""Takes the next element of this rank's iterator: the element, or ``None`` past the end, and
+"""Takes the next element of this rank's iterator. Returns it, or ``None`` past the end, and
 whether any rank has one. May be collective."""
 
 
 def _numbering(pass_number: int, start: int) -> Callable[[Any], None]:
-    """Return what writes on each batch of a pass its number, which the ranks compare in `run`."""
+    """Return a function that marks each batch with its number, which the ranks compare in `run`."""
     numbers = itertools.count(start)
 
     def number(element: Any) -> None:
@@ -304,16 +315,16 @@ class RankDataset(Protocol):
 
     @property
     def length(self) -> int:
-        """Number of elements of a pass, the same on all ranks, `ENDLESS` or `UNKNOWN`."""
+        """Number of elements per pass, the same on all ranks, or `ENDLESS` or `UNKNOWN`."""
 
     @property
     def layout(self) -> dict[str, Any]:
-        """What must be the same for a position within a pass to be valid again: JSON values."""
+        """The settings that must stay the same for a position within a pass: JSON values."""
 
     def elements(
         self, pass_number: int, start: int, prepare: Prepare
     ) -> Generator[Any, None, None]:
-        """Return what `prepare` makes of the elements of a pass from element `start` on."""
+        """Return `prepare` of each element of a pass, from element `start` on."""
 
 
 @dataclass(frozen=True)
@@ -343,7 +354,7 @@ class BatchSlices:
 
     @cached_property
     def layout(self) -> dict[str, Any]:
-        """What decides the global batches, which the number of ranks does not."""
+        """The settings that decide the global batches; the number of ranks is not one of them."""
         return position_layout(self.pipeline)
 
     def elements(
@@ -362,20 +373,20 @@ class RankPipeline:
     length: int
     """Number of elements of the longest pipeline, `ENDLESS` or `UNKNOWN`."""
     found_spec: Any
-    """The nest of `ArraySpec` of one batch, of another rank where this one has no example to
-    find it; ``None`` where no rank has."""
+    """The nest of `ArraySpec` of one batch. If this rank has no example to find it, it is taken
+    from a different rank; ``None`` if no rank has one."""
     order: str
-    """A digest of what decides the order of the examples of all ranks."""
+    """A digest of the settings that decide the order of the examples of all ranks."""
     next_element: NextElement | None
-    """How to take each element; ``None`` where `length` is certain."""
+    """How to take each element; ``None`` if `length` is certain."""
     pipeline_of: Callable[[int], Pipeline]
-    """Returns that of any replica, which an elastic job asks for after a loss."""
+    """Returns the pipeline of any replica, which an elastic job needs after a loss."""
 
     def __str__(self) -> str:
         return f"{self.pipeline}, one of {self.size} pipelines"
 
     def of_replica(self, replica: int) -> RankPipeline:
-        """Return the part of any replica, where this rank can know it."""
+        """Return the part of any replica, if `pipeline_of` can create it."""
         return replace(self, pipeline=self.pipeline_of(replica))
 
     @property
@@ -390,7 +401,7 @@ class RankPipeline:
 
     @cached_property
     def layout(self) -> dict[str, Any]:
-        """The order and the number of ranks, which both decide who gets which example."""
+        """The order and the number of ranks, which together decide which rank gets an example."""
         batch = self.pipeline.batch
         batches = {} if batch is None else {"replica_batch_size": batch.batch_size}
         return {"num_replicas": self.size} | batches | {"order": self.order}
@@ -398,7 +409,7 @@ class RankPipeline:
     def elements(
         self, pass_number: int, start: int, prepare: Prepare
     ) -> Generator[Any, None, None]:
-        """Return the batches of this rank. Collective where the length is not certain."""
+        """Return the batches of this rank. Collective if the length is not certain."""
         nothing: Any = None
         with closing(self.pipeline.elements(pass_number, start, prepare=prepare)) as own:
             for _ in self._numbers(start):
@@ -424,20 +435,20 @@ class RankPipeline:
 
 
 class _Transfer(Protocol):
-    """Brings elements to a device in two steps; others may begin in between."""
+    """Copies elements to a device in two steps; several copies may be under way."""
 
     def begin(self, element: Any) -> Any:
-        """Begin to bring an element, in any thread."""
+        """Start the copy of an element, in any thread."""
 
     def end(self, leaf: Any) -> Any:
-        """Return a leaf of what `begin` has returned, once it is there."""
+        """Return the copy of a leaf that `begin` has returned."""
 
     def close(self) -> None:
-        """Wait for elements that nobody will ask for."""
+        """Wait for copies that are still under way."""
 
 
 class _HostTransfer:
-    """To host memory, where elements are made already."""
+    """Transfer to host memory, where elements are created."""
 
     def begin(self, element: Any) -> Any:
         """Return the element."""
@@ -450,13 +461,14 @@ class _HostTransfer:
         return host_view(leaf) if _is_moved(leaf) else leaf
 
     def close(self) -> None:
-        """Nothing is under way."""
+        """Nothing to do: no copy is under way."""
 
 
 class _DeviceTransfer:
-    """To a GPU, through page-locked memory and its own stream, beside what the program computes."""
+    """Transfer to a GPU, through page-locked memory and in a separate stream."""
 
-    # Made in the thread that uses the elements, whose current stream is the one of their use.
+    # The thread that uses the elements creates this object, because its current stream is the one
+    # in which the program uses them. Copies in a separate stream overlap with computations.
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -471,22 +483,22 @@ class _DeviceTransfer:
         with self._device.current():
             element = nests.map_nest(functools.partial(self._prepare, begun), element)
             if begun:
-                # The program may have given the memory of the targets up before what it has queued
-                # is done with it.
+                # The memory of the targets may have belonged to arrays that the program has
+                # released, while kernels that it has queued still use it.
                 self._stream.wait_event(self._consumer.record())
                 for each in begun:
                     self._stream.copy(each.target, each.source)
                 event = self._stream.record()
                 for each in begun:
                     each.event = event
-        # The pools of memory know no events: what is still copied may not go back to them.
+        # The memory pools do not check events, so an array that is still being copied must be kept.
         while self._under_way and self._under_way[0].event.done:
             self._under_way.popleft()
         self._under_way += begun
         return element
 
     def _prepare(self, begun: list[_Arrival], leaf: Any) -> Any:
-        """Return what arrives for a leaf, and add it to `begun` if it is to be copied."""
+        """Return the target of a leaf; if it must be copied, add the copy to `begun`."""
         if isinstance(leaf, Ragged):
             return map_ragged(functools.partial(self._prepare, begun), leaf)
         if not _is_moved(leaf):
@@ -499,8 +511,8 @@ class _DeviceTransfer:
         if not source.size:
             return place(source, self._device)
         if not (source.flags.c_contiguous and source.dtype.isnative and _is_for_transfer(source)):
-            # Only page-locked memory is copied while the program continues. This buffer also keeps
-            # the values, if the program writes to its array before the copy ends.
+            # CUDA copies only page-locked memory in the background. The buffer also keeps the
+            # values if the program writes to its array before the copy ends.
             buffer = pinned_empty(source.size, source.dtype.newbyteorder("="))
             buffer = buffer.reshape(source.shape)
             buffer[...] = source
@@ -510,7 +522,7 @@ class _DeviceTransfer:
         return begun[-1]
 
     def end(self, leaf: Any) -> Any:
-        """Have what the program queues from now on wait for the copy."""
+        """Return the copy; kernels that the program queues from now on wait for it."""
         if isinstance(leaf, Ragged):
             return map_ragged(self.end, leaf)
         if not isinstance(leaf, _Arrival):
@@ -528,7 +540,7 @@ class _DeviceTransfer:
 
 
 class _Arrival:
-    """An array that is being copied to the device, once it has an event."""
+    """An array that is being copied to the device. The event is set when the copy is queued."""
 
     __slots__ = ("event", "source", "target")
 
@@ -549,13 +561,14 @@ def transfer_to(device: Device | None) -> _Transfer:
 
 
 _MAX_STAGED_BYTES = 2**26
-"""Page-locked memory is scarce, and takes long to get."""
+"""Larger arrays get usual memory: page-locked memory is scarce and slow to allocate."""
 
 
 def memory_for(device: Device | None) -> Callable[[tuple[int, ...], np.dtype], np.ndarray] | None:
-    """Return what makes arrays from which `transfer_to` copies without another copy on the host.
+    """Return a function that allocates arrays which `transfer_to` copies without a buffer.
 
-    ``None`` if usual memory does. Nobody may write to such an array once it has been transferred.
+    ``None`` if usual memory is sufficient. Such an array must not change once it has been
+    transferred.
     """
     if device is None or device.kind != "gpu":
         return None
@@ -572,9 +585,9 @@ def memory_for(device: Device | None) -> Callable[[tuple[int, ...], np.dtype], n
 
 
 class _ReadMemory:
-    """Owns page-locked memory that nobody writes to once it has been transferred."""
+    """Owns page-locked memory that is not written to once it has been transferred."""
 
-    # A program may have page-locked arrays of its own, and write to them again at once.
+    # The class marks such memory: a program's own page-locked arrays may be written to at any time.
 
     def __init__(self, memory: np.ndarray) -> None:
         self._memory = memory
@@ -582,7 +595,7 @@ class _ReadMemory:
 
 
 def _is_for_transfer(array: np.ndarray) -> bool:
-    """Return whether the memory of `array` comes from what `memory_for` returns."""
+    """Return whether a function returned by `memory_for` has allocated the memory of `array`."""
     owner: object = array
     while isinstance(owner, np.ndarray):
         owner = owner.base

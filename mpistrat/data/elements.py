@@ -1,4 +1,4 @@
-"""Elements of a dataset: examples read ahead and mapped, stacked to batches and these again."""
+"""Elements of a dataset: examples read ahead, mapped and stacked to batches, also repeatedly."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from mpistrat.data.transformations.map import Entry, GroupEnd, Map, Mapper, Numb
 from mpistrat.errors import DataError
 
 _READ_AHEAD = 256
-"""How many examples are read at a time where they are handed out one by one."""
+"""Number of examples read at a time if they are yielded one by one."""
 
 _FIRST_ROWS = 2**10
-"""Of so many rows a reader knows before the first element, or that would wait for all others."""
+"""Rows announced to a reader before the first element, so that it need not wait for all."""
 
 _ROWS_AT_A_TIME = 2**12
 _SHARE_AT_A_TIME = 8
-"""Rows of several batches are announced together, or announcing keeps the threads from decoding: at
-most so many rows, and a part of those that the reader wants to know."""
+"""Rows of several batches are announced together, because each call keeps the threads from
+decoding: at most this many rows, and at most this part of the rows that the reader asks for."""
 
 _BYTES_TOGETHER = 2**18
 _MAX_TOGETHER = 64
-"""Batches of a few kibibytes are read several at a time."""
+"""Limits of bytes and batches per read: small batches are read several at a time."""
 
 Group = tuple[Block, slice]
 """The items of a batch, and which of them are this rank's."""
@@ -50,8 +50,8 @@ def examples_to_read(items: Block, part: slice, level: int, needs_first: bool) -
 
 
 def _items_to_read(items: Block, part: slice, level: int, needs_first: bool = False) -> Block:
-    # The shape of batches shows only in one of them, also to a rank that gets none. Where examples
-    # may differ in shape, each rank compares its own with the first one of the batch.
+    # The shape of inner batches is known only from one of them, so a rank without any reads one. If
+    # examples may differ in shape, each rank compares its own with the first one of the batch.
     items = np.asarray(items)
     mine = items[part]
     if level == 1:
@@ -63,7 +63,7 @@ def _items_to_read(items: Block, part: slice, level: int, needs_first: bool = Fa
 def look_ahead(
     blocks: Iterator[Block], reader: Reader, rows_of: Callable[[Block], list[Block]]
 ) -> Iterator[Block]:
-    """Yield `blocks`; of the rows of this rank in them `reader` knows as many as it wants ahead."""
+    """Yield `blocks`, and announce this rank's rows to `reader` as far ahead as it asks for."""
     ahead: deque[tuple[Block, int]] = deque()
     num_ahead = 0
     wanted = reader.lookahead_rows
@@ -76,7 +76,7 @@ def look_ahead(
         waiting: list[Block] = []
         num_waiting = 0
         while not ahead or (is_short and num_ahead < wanted):
-            # No block more than needed: a generator behind it may take its time.
+            # Take no more blocks than needed: they may come from a slow generator.
             block = next(blocks, None)
             if block is None:
                 break
@@ -100,23 +100,23 @@ def look_ahead(
 
 
 class ElementMaker:
-    """Makes the elements of a dataset from the items of its order.
+    """Creates the elements of a dataset from the items of its order.
 
     Parameters
     ----------
     reader : Reader
-        Of the source.
+        The reader of the source.
     maps : sequence of sequences of pairs of Map or Enumerate, and Numbering
-        Those of examples, of batches, of batches of batches, and so on, each with the numbers of
-        its examples.
+        The maps of examples, of batches, of batches of batches, and so on, each with the numbers
+        of its examples.
     batches : sequence of Batch
-        What makes batches of examples, batches of batches, and so on.
+        The transformations that create batches of examples, batches of batches, and so on.
     are_mapped : sequence of bool
-        Whether a map made what each of them stacks.
+        Whether the elements that each of `batches` stacks come from a map.
     spec_of_level : callable
-        Gives the nest of `ArraySpec` of what was batched this many times.
+        Returns the nest of `ArraySpec` of elements that were batched this many times.
     stream : PassStream
-        Random numbers for maps.
+        The random numbers for maps.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class ElementMaker:
         self._flat_specs: dict[int, Any] = {}
 
     def enter(self, key: PassKey) -> None:
-        """Make elements of the pass `key` from now on."""
+        """Create elements of the pass `key` from now on."""
         if key != self._stream.key:
             self._stream = dataclasses.replace(self._stream, key=key)
 
@@ -162,7 +162,7 @@ class ElementMaker:
     def _unmapped_examples(self, block: Block) -> Iterator[Entry]:
         for start in range(0, len(block), _READ_AHEAD):
             part = block[start : start + _READ_AHEAD]
-            # Each with a tuple of its item.
+            # Each row with a tuple of its item.
             rows, items = _rows(self._reader.read(part)), zip(part, strict=True)
             yield from zip(rows, items, itertools.repeat((), len(part)), strict=True)
 
@@ -173,7 +173,7 @@ class ElementMaker:
         return self._reader.read(items)
 
     def batches(self, groups: Iterable[Group], level: int) -> Generator[Any, None, None]:
-        """Yield this rank's part of each group, as `batch` does; maps in threads run ahead."""
+        """Yield this rank's part of each group, like `batch`; maps in threads run ahead."""
         if not any(each.is_parallel for each in self._mappers):
             if level == 1 and self._reads_together:
                 yield from self._small_batches(groups)
@@ -186,18 +186,18 @@ class ElementMaker:
             unmapped = self._stacked_ahead(groups)
         else:
             unmapped = (self._unmapped(items, part, level) for items, part in groups)
-        # Contexts end in reverse order: first the threads of the map, then the generator that they
-        # read from, which cannot be closed while it runs.
+        # Contexts end in reverse order: the threads of the map end before the generator that they
+        # read from is closed, because a running generator cannot be closed.
         with closing(unmapped), closing(self._mappers[level].run(unmapped)) as elements:
             yield from elements
 
     @cached_property
     def _reads_together(self) -> int:
-        """How many rows of small batches are read in one call, 0 for each batch alone."""
-        # A call takes as long as copying many kibibytes.
+        """Number of rows of small batches that are read in one call; 0: one call per batch."""
+        # The overhead of a call is as large as the time to copy many kibibytes.
         if any(self._mappers) or not hasattr(self._reader, "check"):
             return 0
-        if getattr(self._reader, "fills_given_memory", False):  # of each batch
+        if getattr(self._reader, "fills_given_memory", False):  # separate memory per batch
             return 0
         if type(self._batch_steps[0]) is not Batch or self._are_mapped[0] or self.needs_first:
             return 0
@@ -221,10 +221,10 @@ class ElementMaker:
         yield from self._read_together(waiting)
 
     def _read_together(self, parts: Sequence[Block]) -> Iterator[Any]:
-        """Yield batches of examples, all read in one call; each has its own rows of the memory."""
+        """Yield batches of examples, all read in one call; each is a slice of the same memory."""
         nest = None
         if len(parts) > 1:
-            with contextlib.suppress(Exception):  # which may be of a later one
+            with contextlib.suppress(Exception):  # a later batch may have caused the error
                 nest = self._reader.read(np.concatenate(parts))
         if nest is None:
             for part in parts:
@@ -234,15 +234,14 @@ class ElementMaker:
         check: Any = getattr(self._reader, "check", None)
         start = 0
         for part in parts:
-            # Its rows were read with those of earlier batches, and the file may have changed since
-            # then.
+            # The rows were read together with earlier batches, and the file may have changed since.
             check(part)
             stop = start + len(part)
             yield nests.unflatten(structure, [leaf[start:stop] for leaf in leaves])
             start = stop
 
     def _stacked_ahead(self, groups: Iterable[Group]) -> Generator[Entry, None, None]:
-        """Yield batches of examples, while threads map those of later batches."""
+        """Yield batches of examples, while threads map examples of later batches."""
         # `entries` runs ahead of the loop below, so the lengths of batches wait here, in order.
         lengths: deque[int] = deque()
 
@@ -256,7 +255,7 @@ class ElementMaker:
         columns = None
         with closing(self._mappers[0].run(entries())) as mapped:
             for example in mapped:
-                # Copied one by one: threads would wait while all examples of a batch are copied.
+                # Examples are copied one by one, so that the threads need not wait for a batch.
                 columns = columns or Columns(self._spec_of_level(0), lengths.popleft())
                 if not isinstance(example, GroupEnd):
                     columns.add(example)
@@ -266,9 +265,9 @@ class ElementMaker:
                 yield nest, mine, numbers
 
     def batch(self, items: Block, part: slice, level: int = 1) -> Any:
-        """Return ``items[part]`` of a batch, stacked to arrays; only these are read.
+        """Return ``items[part]`` of a batch, stacked to arrays; only these items are read.
 
-        Each item is an example where `level` is 1, else one that was batched `level` - 1 times.
+        Each item is an example if `level` is 1, else a batch that was batched `level` - 1 times.
         """
         return self._mappers[level].one(self._unmapped(items, part, level))
 
@@ -299,7 +298,7 @@ class ElementMaker:
         return any(has_open_shape(each) for each in self._specs(0)[1])
 
     def _specs(self, level: int) -> tuple[list[str], list[Any], nests.Structure]:
-        """Return the paths, specs and structure of what was batched `level` times."""
+        """Return the paths, specs and structure of elements that were batched `level` times."""
         if level not in self._flat_specs:
             paths, specs, structure = nests.flatten_with_paths(self._spec_of_level(level))
             self._flat_specs[level] = [path or "the top" for path in paths], specs, structure
@@ -312,7 +311,7 @@ class ElementMaker:
         if batch.needs_one_shape and not is_mapped:
             are_arrays = type(nest) is tuple and set(map(type, nest)) == {np.ndarray}
             columns = nest if are_arrays else nests.flatten(nest)[0]
-            # Once for each batch: to ask a dtype whether it is `object` takes longer.
+            # The loop runs once per batch. `hasobject` is faster than a comparison with `object`.
             if not any(column.dtype.hasobject for column in columns):
                 return nest
         columns, structure = nests.flatten(nest)
@@ -335,7 +334,7 @@ class ElementMaker:
             )
         read = _items_to_read(items, part, level)
         is_plain = is_plain and self._batch_steps[0].needs_one_shape
-        # Nothing has to be done for each inner batch, and all have one length: one read for all.
+        # All inner batches have the same length and no maps, so one read serves them all.
         if level == 2 and is_plain and not any(self._mappers[:2]) and not self.needs_first:
             nest = self._reader.read(np.concatenate(read))
             nest = nests.map_nest(lambda a: a.reshape(len(read), *lengths, *a.shape[1:]), nest)
@@ -346,7 +345,7 @@ class ElementMaker:
             nest = columns_of(mapped, self._spec_of_level(level - 1), len(read))
             nest = self._stacked(nest, read, level)
         num_mine = len(items[part])
-        # A rank without items has read one, because only an item shows the shapes.
+        # A rank without items has read one to find the shapes.
         return nest if num_mine else nests.map_nest(lambda a: a[:0], nest)
 
 

@@ -1,4 +1,4 @@
-"""Fingerprint of a dataset, which proves that all ranks distribute the same one."""
+"""Fingerprint of a dataset, by which ranks check that all distribute the same dataset."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 def _fingerprint(pipeline: Pipeline, policy: AutoShardPolicy) -> list[str]:
-    """Return all that must be the same on all ranks, one thing an entry."""
-    # What files and generators contain, and what functions do, is not compared.
+    """Return all settings that must be the same on all ranks, one per entry."""
+    # The contents of files and generators, and the code of functions, are not compared.
     spec = pipeline.source.element_spec
     return [
         pipeline.source.kind,
@@ -34,7 +34,7 @@ def _fingerprint(pipeline: Pipeline, policy: AutoShardPolicy) -> list[str]:
 
 
 def _contents(pipeline: Pipeline) -> Iterator[str]:
-    """Yield what stands for the contents of each source in memory."""
+    """Yield a string with a digest of the contents of each source in memory."""
     source = pipeline.source
     if isinstance(source, ArraySource):
         yield f"from_arrays of contents with digest {source.digest():016x}"
@@ -43,24 +43,24 @@ def _contents(pipeline: Pipeline) -> Iterator[str]:
 
 
 def order_digest(pipeline: Pipeline) -> str:
-    """Return a digest of what decides the order of examples, at any number of ranks."""
+    """Return a digest of everything that decides the order of examples, on any number of ranks."""
     return digest([f"version {ORDER_VERSION}", *pipeline.order_entries])
 
 
 def position_layout(pipeline: Pipeline) -> dict[str, Any]:
-    """Return what a position among global batches belongs to, as JSON values."""
+    """Return the settings for which a position among global batches is valid, as JSON values."""
     batch = pipeline.batch
     batches = {} if batch is None else {"global_batch_size": batch.batch_size}
     return batches | {"order": order_digest(pipeline)}
 
 
 def digest(entries: Sequence[str]) -> str:
-    """Return 16 hexadecimal digits that stand for `entries`."""
+    """Return a digest of `entries` as 16 hexadecimal digits."""
     return hashlib.sha256(json.dumps(entries).encode()).hexdigest()[:16]
 
 
 _MAX_SHOWN = 4
-"""Different entries that an error shows."""
+"""Number of different entries that an error shows."""
 
 
 def check_same(
@@ -71,14 +71,14 @@ def check_same(
         entries = _fingerprint(pipeline, policy)
         if collectives.size > 1:
             entries += _contents(pipeline)
-    # Only digests travel unless they differ.
+    # The ranks exchange only digests, and entries only if these differ.
     if len(set(collectives.gather_json(digest(entries), kind))) == 1:
         return
     expected = collectives.broadcast_json(list(entries), kind=kind)
     first = min(collectives.gather_json(_num_equal(entries, expected), kind))
     entry = entries[first] if first < len(entries) else "no more steps"
     shown = _by_rank(collectives.gather_json(entry, kind))
-    with collectives.common_outcome(kind):  # so that replicas of one rank raise it together
+    with collectives.common_outcome(kind):  # so that all replicas of a rank raise it together
         raise DataError(
             f"{kind}: all ranks must pass the same dataset, but {shown}. Make it in the same way "
             "on every rank, from the same seed; for data of each rank's own use "

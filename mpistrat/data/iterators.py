@@ -1,4 +1,4 @@
-"""Iterators over datasets, and their position, which checkpoints keep."""
+"""Iterators over datasets, and their position, which checkpoints save."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from mpistrat.tracing.spans import span
 
 
 class Position:
-    """The number of the pass, from 0 on, and how many of its elements were handed out."""
+    """The number of the pass, from 0 on, and how many of its elements were returned."""
 
-    # Each iteration begins the next pass, also where the one before was broken off. Only the
-    # first one after a restore, and the first of all, resume the pass that the position is in.
+    # Each iteration begins the next pass, even if a loop has left the previous one early. Only the
+    # first iteration of all, and the first after a restore, resume the pass of the position.
 
     def __init__(self) -> None:
         self._pass = 0
@@ -26,7 +26,7 @@ class Position:
     def begin(
         self, on_empty: Callable[[], None] | None = None
     ) -> tuple[int, int, Callable[[bool], None]]:
-        """Return the pass, how many elements to skip, and what to call after each element.
+        """Return the pass, how many elements to skip, and a function to call after each element.
 
         `on_empty` is called at the end of a pass that has no element.
         """
@@ -36,7 +36,7 @@ class Position:
         self._latest = mark = object()
 
         def on_step(has_element: bool) -> None:
-            # Only the iterator made last moves the position.
+            # Only the newest iterator moves the position.
             if self._latest is not mark:
                 return
             if has_element:
@@ -57,12 +57,12 @@ class Position:
         return f", at element {self._num_handed_out} of pass {self._pass}"
 
     def state(self, layout: dict[str, Any]) -> dict[str, Any]:
-        """Return the position, and the `layout` for which it is valid, as JSON values."""
+        """Return the position, and the settings `layout` for which it is valid, as JSON values."""
         return {"pass": self._pass, "batch": self._num_handed_out, **layout}
 
     def load(self, state: dict[str, Any], layout: dict[str, Any], length: int) -> None:
         """Resume at `state` in a dataset with `layout` and passes of `length`."""
-        # A negative length is not known.
+        # A negative length means that it is endless or unknown.
         if not isinstance(state, dict):
             raise TypeError(f"The position of a data set is a dict, not {state!r}.")
         missing = {"pass", "batch"} - set(state)
@@ -125,7 +125,7 @@ class Optional:
 
 
 def _amount_of(element: Any) -> dict[str, int]:
-    """Return the bytes of an element, and its examples if it is a part of a global batch."""
+    """Return the number of bytes, and the number of examples if it is a part of a global batch."""
     leaves, _ = nests.flatten(element)
     arrays: list[Any] = [values.local_component(leaf) for leaf in leaves]
     amount = {"bytes": sum(int(getattr(array, "nbytes", 0)) for array in arrays)}
@@ -137,11 +137,12 @@ def _amount_of(element: Any) -> dict[str, int]:
 class ElementIterator:
     """One pass over a dataset.
 
-    Of a distributed one, every rank must take the same number of elements. Taking one is
-    **Local** if the lengths of all ranks' data are known, and **Collective** if they are
-    not, as for generators given to `distribute_datasets_from_function`. The end of a pass is
-    **Collective**: there an error that other ranks met in a batch reaches this one. Inside
-    `Strategy.run`, and in the scope of another strategy, it raises `ContextError`.
+    If the dataset is distributed, every rank must take the same number of elements. Taking one is
+    **Local** if the lengths of all ranks' data are known, and **Collective** if they are not, as
+    for generators passed to `distribute_datasets_from_function`. The end of a pass is
+    **Collective**: if other ranks had an error in a batch, this rank raises an error there. Inside
+    `Strategy.run`, and in the scope of a different strategy, taking an element raises
+    `ContextError`.
     """
 
     def __init__(
@@ -163,7 +164,7 @@ class ElementIterator:
 
     def __next__(self) -> Any:
         if self._check_context is not None:
-            self._check_context()  # not in the generator, which an error would end
+            self._check_context()  # outside of the generator, because an error would end it
         try:
             with span("data", "next batch") as facts:
                 element = next(self._elements)
@@ -172,7 +173,7 @@ class ElementIterator:
         except StopIteration:
             self._on_step(False)
             raise
-        # Counted only now: after an error the position is still before this element.
+        # The element is counted only now, so after an error the position is still before it.
         self._on_step(True)
         if self._on_element is not None:
             self._on_element(element)
@@ -202,7 +203,7 @@ class ElementIterator:
             ) from None
 
     def get_next_as_optional(self) -> Optional:
-        """Return an `Optional` with the next element, without one at the end of the pass."""
+        """Return an `Optional` with the next element, or an empty one at the end of the pass."""
         try:
             return Optional(next(self))
         except StopIteration:

@@ -1,9 +1,9 @@
-"""Order of a pass: which items come one after the other, before anything is read.
+"""Order of a pass: the sequence of items, computed before anything is read.
 
 A pass is a stream of *blocks*: one-dimensional arrays of items. An item is the number of an
 example (for sources that can be read in any order), an example itself (for generators) or,
 after batching, the block of a whole batch. Transformations only rearrange items, so every rank
-computes the order of all examples cheaply and reads only those of its slices.
+computes the order of all examples cheaply and reads only the examples of its slices.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class Order:
 
     @property
     def length(self) -> int:
-        """Number of items in a pass, `ENDLESS` or `UNKNOWN`."""
+        """Number of items per pass, or `ENDLESS` or `UNKNOWN`."""
         if not self.transformations:
             return self.source.num_examples
         return self.transformations[-1].length_of(self._upstream)
 
     @property
     def rows(self) -> range | None:
-        """The items as a range of row numbers, where the order is as simple as that."""
+        """The items as a range of row numbers; ``None`` if the order is not a range."""
         if self.source.num_examples < 0 or not self.source.is_in_order:
             return None
         rows: range | None = range(self.source.num_examples)
@@ -54,7 +54,7 @@ class Order:
 
     @property
     def span(self) -> int:
-        """All items are less than this number, which each repetition adds to its items."""
+        """A number greater than all items, which each further repetition adds to its items."""
         span = span_of(self.source)
         for each in self.transformations:
             span *= each.num_repetitions or 1
@@ -62,7 +62,7 @@ class Order:
 
     def blocks(self, key: PassKey, batch_size: int | None, start: int = 0) -> Iterator[Block]:
         """Return the items of the pass `key`, without the first `start`."""
-        # A shuffle may use `batch_size`, the global one that its items will be grouped by.
+        # `batch_size` is the global size of the batches to come, which a shuffle may use.
         rows = self.rows
         if rows is not None:
             # A range can start anywhere, so resuming costs nothing.
@@ -76,7 +76,7 @@ class Order:
         return Order(self.source, self.transformations[:-1])
 
     def at(self, positions: np.ndarray, key: PassKey, known: KnownPasses) -> Block:
-        """Return the items at `positions` of the pass `key`; `known` keeps what was computed."""
+        """Return the items at `positions` of the pass `key`; `known` keeps computed items."""
         rows = self.rows
         if rows is not None:
             return rows.start + rows.step * positions
@@ -87,7 +87,7 @@ class Order:
         return self.found_at(positions, key, known)
 
     def found_at(self, positions: np.ndarray, key: PassKey, known: KnownPasses) -> Block:
-        """Return the items at `positions` of the pass `key`, and make all before them."""
+        """Return the items at `positions` of the pass `key`; computes all items before them."""
         depth = len(self.transformations)
         found = known.get((depth, key))
         count = int(positions.max(initial=-1)) + 1
@@ -110,13 +110,13 @@ def _extended(
     key: PassKey,
     count: int | None,
 ) -> Block:
-    """Return the items `found` and those after them, `count` at least, or all."""
+    """Return the items `found` and the items after them, at least `count` in all, or all."""
     parts = [] if found is None else [found]
     start = num_found = sum(map(len, parts))
     for block in blocks(key, None, start):
         parts.append(block)
         num_found += len(block)
-        # Twice as many as were there, so that growing takes little time in all.
+        # The number of items at least doubles, so repeated calls take little time in total.
         if count is not None and num_found >= max(count, 2 * start):
             break
     return np.concatenate(parts) if parts else np.empty(0, np.int64)
@@ -138,23 +138,23 @@ class Transformation(Protocol):
     """A transformation of the order."""
 
     num_repetitions: int | None
-    """How often all items come again, each time greater by the span; ``None``: endlessly."""
+    """How often all items are repeated, each time increased by the span; ``None``: endlessly."""
 
     @property
     def depends_on_pass(self) -> bool:
         """Whether the items leave in a different order in each pass."""
 
     def length(self, num_items: int) -> int:
-        """Return how many items leave where `num_items`, `ENDLESS` or `UNKNOWN` enter."""
+        """Return the number of output items for `num_items`, `ENDLESS` or `UNKNOWN` input items."""
 
     def length_of(self, upstream: Order) -> int:
-        """Return how many items leave where those of `upstream` enter."""
+        """Return the number of output items for the items of `upstream`."""
 
     def rows(self, rows: range) -> range | None:
-        """Return the rows that leave where `rows` enter; ``None`` if they form no range."""
+        """Return the output rows for the input `rows`; ``None`` if they do not form a range."""
 
     def renumbered(self, number: int) -> int:
-        """Return the number among those that leave of the example that enters with `number`."""
+        """Return the output number of the example with the input number `number`."""
 
     def blocks(
         self, upstream: Order, key: PassKey, batch_size: int | None, start: int
@@ -166,7 +166,7 @@ class Transformation(Protocol):
 
 
 class Reordering(Transformation):
-    """A transformation of the order: what most of these have in common."""
+    """Base class of transformations that change the order."""
 
     num_repetitions = 1
 
@@ -176,11 +176,11 @@ class Reordering(Transformation):
         return False
 
     def length_of(self, upstream: Order) -> int:
-        """Return how many items leave where those of `upstream` enter."""
+        """Return the number of output items for the items of `upstream`."""
         return self.length(upstream.length)
 
     def rows(self, rows: range) -> range | None:
-        """Return ``None``: what leaves are no rows, or form no range."""
+        """Return ``None``: the output items are not rows, or do not form a range."""
         return None
 
     def renumbered(self, number: int) -> int:
@@ -188,12 +188,12 @@ class Reordering(Transformation):
         return number
 
     def at(self, upstream: Order, positions: np.ndarray, key: PassKey, known: KnownPasses) -> Block:
-        """Return the items at `positions` of the pass `key`. All are computed."""
+        """Return the items at `positions` of the pass `key`; computes all items before them."""
         return upstream.then(self).found_at(positions, key, known)
 
 
 class SameOrder(Reordering):
-    """A transformation of elements that leaves their order alone."""
+    """Base class of transformations that keep the order of elements."""
 
     def length(self, num_items: int) -> int:
         """Return the same number."""
@@ -215,7 +215,7 @@ class SameOrder(Reordering):
 
 
 class Source(Protocol):
-    """Where examples come from."""
+    """The source of the examples of a dataset."""
 
     @property
     def element_spec(self) -> Any:
@@ -227,18 +227,18 @@ class Source(Protocol):
 
     @property
     def layout(self) -> ChunkLayout | None:
-        """The chunks, or ``None`` where rows cost the same in any order."""
+        """The chunks, or ``None`` if rows can be read in any order at the same cost."""
 
     def layout_of(self, key: PassKey) -> ChunkLayout | None:
         """Return the chunks in the pass `key`."""
 
     @property
     def kind(self) -> str:
-        """The method of `Dataset` that makes it, with the function it was given."""
+        """The method of `Dataset` that creates it, with the function that was passed."""
 
     @property
     def order_entries(self) -> list[str]:
-        """What decides the order besides the number of examples, as texts that ranks compare."""
+        """Strings that ranks compare: all that decides the order except the number of examples."""
 
     @property
     def file_starts(self) -> np.ndarray:
@@ -246,11 +246,11 @@ class Source(Protocol):
 
     @property
     def is_read(self) -> bool:
-        """Whether its length and spec are known without opening a file or calling a function."""
+        """Whether length and spec are known without opening a file or calling a function."""
 
     @property
     def is_stream(self) -> bool:
-        """Whether its items are examples, which come when they come."""
+        """Whether items are examples, which are created one after the other."""
 
     @property
     def is_in_order(self) -> bool:
@@ -258,15 +258,15 @@ class Source(Protocol):
 
     @property
     def is_of_files(self) -> bool:
-        """Whether its examples lie in files."""
+        """Whether examples are stored in files."""
 
     @property
     def is_steady(self) -> bool:
-        """Whether a number stands for the same example in each pass, random maps aside."""
+        """Whether a number means the same example in each pass, except for random maps."""
 
     @property
     def num_maps(self) -> int:
-        """How many maps there are within it."""
+        """Number of maps inside the source."""
 
     def only(self, fields: tuple[Any, ...]) -> Source | None:
         """Return the source of tuples of some fields; ``None`` if that would read no less."""
@@ -278,11 +278,11 @@ class Source(Protocol):
         """Return the items of the pass `key`, without the first `start`."""
 
     def open(self, window_rows: int, stream: PassStream) -> Reader:
-        """Return a reader that expects rows in disorder within windows of this length."""
+        """Return a reader for rows that are shuffled within windows of `window_rows`."""
 
 
 class PlainSource:
-    """A source that stands on no other dataset: what most of these have in common."""
+    """Base class of sources that do not read from a different dataset."""
 
     is_in_order = is_steady = True
     is_stream = is_of_files = False
@@ -291,34 +291,34 @@ class PlainSource:
 
     @property
     def is_read(self) -> bool:
-        """Yes: it is in memory."""
+        """True: the source is in memory."""
         return True
 
     @property
     def layout(self) -> ChunkLayout | None:
-        """None: rows cost the same in any order."""
+        """``None``: rows can be read in any order at the same cost."""
         return None
 
     @property
     def file_starts(self) -> np.ndarray:
-        """None: there is one file, or nothing like it."""
+        """Empty: there is at most one file."""
         return np.empty(0, np.int64)
 
     @property
     def order_entries(self) -> list[str]:
-        """Nothing: the number of examples decides."""
+        """Empty: only the number of examples decides the order."""
         return []
 
     def layout_of(self, key: PassKey) -> ChunkLayout | None:
-        """Return the chunks, which are those of every pass."""
+        """Return the chunks, which are the same in every pass."""
         return self.layout
 
     def only(self, fields: tuple[Any, ...]) -> Source | None:
-        """Return ``None``: an example costs the same whatever is used of it."""
+        """Return ``None``: reading some fields of an example costs as much as all of them."""
         return None
 
     def row_lengths(self) -> np.ndarray | None:
-        """Return ``None``: how long the arrays of an example are shows when it is made."""
+        """Return ``None``: the length of the arrays is not known before an example is created."""
         return None
 
     def blocks(self, key: PassKey, batch_size: int | None, start: int) -> Iterator[Block]:
@@ -331,10 +331,10 @@ class Reader(Protocol):
 
     @property
     def lookahead_rows(self) -> int:
-        """How many rows in advance it wants to know what will be read; 0 for none at all."""
+        """How many rows the caller should announce before they are read; 0 for none at all."""
 
     def expect(self, block: Block) -> None:
-        """Record that the items `block` are going to be read, after those noted before."""
+        """Record that the items `block` will be read, after those announced before."""
 
     def read(self, block: Block) -> Any:
         """Return the nest of arrays, each of shape ``(len(block), *shape)``."""
@@ -344,7 +344,7 @@ class Reader(Protocol):
 
 
 class Example(list[Any]):
-    """An item that is an example itself: the list of its arrays, with its number."""
+    """An item that is itself an example: the list of its arrays, with its number."""
 
     number = 0
 
@@ -372,7 +372,7 @@ def blocks_of_range(rows: range) -> Iterator[Block]:
 
 def skip_items(blocks: Iterator[Block], count: int) -> Iterator[Block]:
     """Return the blocks without the first `count` items."""
-    # Mostly nothing is skipped, and a generator in between would cost time at each block.
+    # Usually nothing is skipped, and one more generator would cost time for each block.
     return _skip_items(blocks, count) if count else blocks
 
 

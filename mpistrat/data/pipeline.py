@@ -1,4 +1,4 @@
-"""Pipeline of a dataset: a source and its transformations, run when it is iterated."""
+"""Pipeline of a dataset: a source and its transformations, which run during iteration."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _USUAL = (
 
 
 def _as_call(transformation: Transformation) -> str:
-    """Return the call that adds it, without the arguments that are usual."""
+    """Return the call that adds the transformation, without arguments that have their defaults."""
     if isinstance(transformation, Unbatch):
         return "unbatch()"
     name, _, rest = repr(transformation).partition("(")
@@ -63,13 +63,13 @@ def _as_call(transformation: Transformation) -> str:
 
 
 def numbered_steps(transformations: Iterable[Transformation]) -> list[str]:
-    """Return each as a text that ranks compare."""
+    """Return a string for each transformation, which the ranks compare."""
     return [f"{each!r} as step {number}" for number, each in enumerate(transformations, 1)]
 
 
 @dataclass(frozen=True)
 class Prefetch(SameOrder):
-    """Up to `num_elements` elements prepared ahead, in a thread."""
+    """Up to `num_elements` elements that a thread prepares ahead."""
 
     num_elements: int
 
@@ -81,11 +81,11 @@ class Pipeline:
     source: Source
     transformations: tuple[Transformation, ...] = ()
     branch: int = 0
-    """The rank where each rank has other examples; for random numbers of maps."""
+    """The rank, if each rank has different examples, else 0; for random numbers of maps."""
     finds_sound: bool = False
-    """Whether examples that cannot be made are passed over when the spec is found."""
+    """Whether examples that raise an error are skipped when the spec is found."""
     _specs: dict[int, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """What `_spec` has found."""
+    """The specs that `_spec` has found, by level."""
 
     def __str__(self) -> str:
         if not self.source.is_read:  # files are not opened for this
@@ -96,33 +96,33 @@ class Pipeline:
 
     @property
     def calls(self) -> str:
-        """The calls that make it, as the user writes them."""
-        # A cache has the steps of the order before it in its own name.
+        """The calls that create the dataset, as the user writes them."""
+        # The name of a cache already has the inherited steps of the order.
         later = self.transformations[getattr(self.source, "num_inherited", 0) :]
         return ".".join([repr(self.source), *map(_as_call, later)])
 
     @property
     def kind(self) -> str:
-        """The methods that say what its elements are, with the functions they were given."""
+        """The methods that determine the elements, with the functions passed to them."""
         same = [each for each in self.transformations if isinstance(each, SameOrder)]
         others = [_as_call(each) for each in same if not isinstance(each, Prefetch)]
         return ".".join([self.source.kind, *others])
 
     @property
     def order(self) -> Order:
-        """The order of its elements."""
+        """The order of the elements."""
         return Order(self.source, self.transformations)
 
     @property
     def source_entries(self) -> list[str]:
-        """The number of examples, and what else of the source decides their order, as texts."""
+        """Strings that ranks compare: the number of examples and the rest of the source's order."""
         number = self.source.num_examples
         count = {ENDLESS: "endless", UNKNOWN: "unknown"}.get(number, str(number))
         return [f"{count} examples", *self.source.order_entries]
 
     @property
     def order_entries(self) -> list[str]:
-        """What decides the order of its elements, as texts that ranks compare."""
+        """Strings that ranks compare: everything that decides the order of the elements."""
         steps = [each for each in self.transformations if not isinstance(each, SameOrder)]
         return [*self.source_entries, *numbered_steps(steps)]
 
@@ -133,7 +133,7 @@ class Pipeline:
         return None if source is None else Pipeline(source, self.transformations, self.branch)
 
     def tolerant(self) -> Pipeline:
-        """Return the pipeline whose spec is that of the first example that can be made."""
+        """Return the pipeline with the spec of the first example that raises no error."""
         tolerant = getattr(self.source, "tolerant", None)
         source = self.source if tolerant is None else tolerant()
         return dataclasses.replace(self, source=source, finds_sound=True)
@@ -143,9 +143,9 @@ class Pipeline:
         return dataclasses.replace(self, transformations=(*self.transformations, transformation))
 
     def with_batch_size(self, batch_size: int) -> Pipeline:
-        """Return the pipeline with other batches; batches within them stay."""
+        """Return the pipeline with global batches of this size; inner batches keep their size."""
         transformations = tuple(
-            # By identity: an inner batch may be equal to this one.
+            # Compared by identity, because an inner batch may be equal to this one.
             dataclasses.replace(each, batch_size=batch_size) if each is self.batch else each
             for each in self.transformations
         )
@@ -153,29 +153,29 @@ class Pipeline:
 
     @property
     def batch(self) -> Batch | None:
-        """The transformation that makes global batches: the last one that groups items."""
+        """The transformation that creates global batches: the last one that groups items."""
         return self._batches[-1] if self._batches else None
 
     @property
     def _batches(self) -> list[Batch]:
-        """The transformations that group items: the first one examples, each other one batches."""
+        """The transformations that group items: the first groups examples, later ones batches."""
         return self._batches_and_levels[0]
 
     @property
     def _levels(self) -> list[tuple[Transformation, ...]]:
-        """The transformations of examples, then those of the batches that each `Batch` makes."""
+        """The transformations of examples, then of the batches that each `Batch` creates."""
         return [tuple(each for _, each in level) for level in self._batches_and_levels[1]]
 
     @cached_property
     def _batches_and_levels(self) -> tuple[list[Batch], list[list[tuple[int, Transformation]]]]:
-        """What groups items, and the numbered transformations of each level."""
+        """The transformations that group items, and the numbered transformations of each level."""
         batches: list[Batch] = []
         levels: list[list[tuple[int, Transformation]]] = [[]]
         for number, each in enumerate(self.transformations):
             if isinstance(each, Batch):
                 batches.append(each)
                 levels.append([])
-            elif isinstance(each, Unbatch):  # maps of its batches get batches of one from now on
+            elif isinstance(each, Unbatch):  # maps of its batches get batches of one example now
                 batches.pop()
                 of_batches = levels.pop()
                 levels[-1] += [(n, wrapped(other)) for n, other in of_batches]
@@ -185,12 +185,12 @@ class Pipeline:
 
     @property
     def length(self) -> int:
-        """Number of elements of a pass, `ENDLESS` or `UNKNOWN`."""
+        """Number of elements per pass, or `ENDLESS` or `UNKNOWN`."""
         return self.order.length
 
     @property
     def known_length(self) -> int:
-        """As `length`, where it must be known."""
+        """Like `length`, but raises ValueError if it is unknown, except for streams."""
         length = self.length
         if length == UNKNOWN and not self.source.is_stream:
             raise ValueError(
@@ -213,18 +213,18 @@ class Pipeline:
 
     @property
     def found_spec(self) -> Any:
-        """As `element_spec`, but ``None`` where there is no example."""
+        """Like `element_spec`, but ``None`` if there is no example."""
         return self._spec(len(self._batches))
 
     def _spec(self, level: int) -> Any:
-        """Return the spec of what was batched `level` times; ``None`` without an example."""
-        # Batches ask for it once for each element.
+        """Return the spec of elements batched `level` times; ``None`` if there are no examples."""
+        # It is kept, because batches ask for it once per element.
         if level not in self._specs:
             self._specs[level] = self._found_spec(level)
         return self._specs[level]
 
     def _found_spec(self, level: int) -> Any:
-        """Return the spec of what was batched `level` times, found by trying where it has maps."""
+        """Return the spec of elements that were batched `level` times; maps are tried on one."""
         has_maps = any(isinstance(each, Map | Enumerate) for each in self._levels[level])
         if not has_maps and level == 0:
             return self.source.element_spec
@@ -248,7 +248,7 @@ class Pipeline:
             return with_room_for_text(spec_of(example[0]), self.source.element_spec)
 
     def _first_example(self, maker: ElementMaker, first: Block) -> list[Any] | None:
-        """Return a list of the first example, or of the first one that can be made."""
+        """Return a list with the first example, or with the first one that raises no error."""
         if not self.finds_sound:
             return list(maker.examples(first))
         for block in self._unshuffled_before(0).blocks((0,), None):
@@ -258,13 +258,13 @@ class Pipeline:
         return None
 
     def _first_items(self, level: int) -> Block:
-        """Return the first item that is batched `level` times, without shuffling, or nothing."""
-        # Neither the seed nor the pass nor the number of ranks decides what maps are tried on.
+        """Return a block with the first item of this level, without shuffling, or an empty one."""
+        # Maps are tried on the same item for any seed, pass and number of ranks.
         blocks = self._unshuffled_before(max(level - 1, 0)).blocks((0,), None)
         return next((block[:1] for block in blocks if len(block)), np.empty(0, np.int64))
 
     def _unshuffled_before(self, number: int) -> Order:
-        """Return the order before the batch `number`, as far as there is one, without shuffles."""
+        """Return the order before the batch `number`, or of all if there is none, unshuffled."""
         batches = list(map(id, self._batches))
         places = [n for n, each in enumerate(self.transformations) if id(each) in batches]
         before = self.transformations[: places[number]] if places else self.transformations
@@ -278,19 +278,19 @@ class Pipeline:
         rank: int = 0,
         prepare: Prepare = _unchanged,
     ) -> Generator[Any, None, None]:
-        """Return the elements of a pass from `start` on: of each batch, the part of `rank`."""
-        # The thread that makes an element also calls `prepare`.
+        """Return the elements of a pass from `start` on, and of each batch the part of `rank`."""
+        # The thread that creates an element also calls `prepare`.
         stream = PassStream((pass_number,), self.branch)
         elements = self._elements(stream, start, size, rank, prepare)
         prefetches = [each for each in self.transformations if isinstance(each, Prefetch)]
         num_ahead = max((each.num_elements for each in prefetches), default=0)
         if not num_ahead:
             return elements
-        # CUDA has a current device in each thread, so the new thread sets the one of this thread.
+        # CUDA has a current device per thread, so the new thread sets the device of this thread.
         return in_background(elements, num_ahead, Device.for_threads())
 
     def fixed_elements(self, start: int) -> Generator[Any, None, None]:
-        """Return the elements of every pass from `start` on, in which nothing may be random."""
+        """Return the elements from `start` on, the same in every pass, so nothing may be random."""
         return self.stream_elements(PassStream((0,), self.branch, is_fixed=True), start)
 
     def stream_elements(self, stream: PassStream, start: int = 0) -> Generator[Any, None, None]:
@@ -300,7 +300,7 @@ class Pipeline:
     def _elements(
         self, stream: PassStream, start: int, size: int, rank: int, prepare: Prepare
     ) -> Generator[Any, None, None]:
-        """Return `elements` without prefetching."""
+        """Return the elements like `elements`, but without prefetching."""
         order, num_batchings = self.order, len(self._batches)
 
         def part_of(items: Block) -> slice:
@@ -314,7 +314,7 @@ class Pipeline:
                 for items in block
             ]
 
-        # Left in reverse order: the threads of maps end before the reader that they use is closed.
+        # Contexts end in reverse order: the threads of maps end before their reader is closed.
         with (
             closing(self.open(self.window_rows, stream)) as reader,
             closing(self.maker(reader, stream)) as make,
@@ -332,20 +332,20 @@ class Pipeline:
 
     @property
     def window_rows(self) -> int:
-        """How many rows its shuffles mix at a time."""
+        """Number of rows that the shuffles mix at a time."""
         shuffles = [each for each in self.transformations if isinstance(each, Shuffle)]
         layout = self.source.layout if shuffles else None
         return max((each.window_rows(layout) for each in shuffles if layout), default=0)
 
     @property
     def num_maps(self) -> int:
-        """How many maps there are in it."""
+        """Number of maps in the pipeline and its source."""
         maps = [each for each in self.transformations if isinstance(each, Map)]
         return self.source.num_maps + len(maps)
 
     @property
     def is_steady(self) -> bool:
-        """Whether the element at a position is the same in each pass, random maps aside."""
+        """Whether the element at a position is the same in each pass, except for random maps."""
         return (
             self.source.is_steady
             and self.source.is_in_order
@@ -356,16 +356,16 @@ class Pipeline:
         )
 
     def open(self, window_rows: int, stream: PassStream) -> Reader:
-        """Return a reader of the items, also of those of repetitions."""
+        """Return a reader of the items, including the items of repetitions."""
         repeats = [e.num_repetitions for e in self.transformations if e.num_repetitions != 1]
         reader = self.source.open(window_rows, dataclasses.replace(stream, repeats=tuple(repeats)))
         is_plain = self.source.is_steady and not self.source.num_maps and not self.source.is_stream
-        # Only if a number and its repetitions mean the same example. Otherwise the source itself
-        # needs to see which repetition it is.
+        # The repetitions of a number can share a reader only if they mean the same example.
+        # Otherwise the source itself must see the number of the repetition.
         return _Repeated(reader, span_of(self.source)) if repeats and is_plain else reader
 
     def maker(self, reader: Reader, stream: PassStream) -> ElementMaker:
-        """Return what makes elements of the items of the order."""
+        """Return an object that creates elements from the items of the order."""
         maps = [
             [
                 (each, Numbering(self.source, self.transformations, number))
@@ -379,24 +379,24 @@ class Pipeline:
 
     @cached_property
     def _are_mapped(self) -> list[bool]:
-        """Whether a map made what each of the batches stacks, so that shapes may differ."""
+        """Whether the elements of each batch come from a map, so that shapes may differ."""
         are_mapped = [any(isinstance(e, Map | Enumerate) for e in level) for level in self._levels]
         are_mapped[0] = are_mapped[0] or self.source.num_maps > 0
         return are_mapped[:-1]
 
 
 class _Repeated:
-    """A reader of rows that come again, each time with greater numbers."""
+    """A reader of rows that are repeated, each time with greater numbers."""
 
     def __init__(self, reader: Reader, span: int) -> None:
         self._reader, self._span = reader, span
         self.lookahead_rows = reader.lookahead_rows
         self.close = reader.close
-        if hasattr(reader, "check"):  # it reads small batches together
+        if hasattr(reader, "check"):  # the reader reads small batches together
             self.check = lambda block: reader.check(block % span)
 
     def expect(self, block: Block) -> None:
-        """Note rows that are going to be read."""
+        """Announce rows that will be read."""
         self._reader.expect(block % self._span)
 
     def read(self, block: Block) -> Any:

@@ -1,8 +1,8 @@
-"""Random numbers for functions given to `Dataset.map`, a stream for each example.
+"""Random numbers for functions passed to `Dataset.map`, with one stream per example.
 
 A stream is a pure function of the seed, the pass, the number of the example and the number of the
-map. So neither the number of ranks, nor threads, nor a shuffle, nor a restart changes what an
-example gets.
+map. So neither the number of ranks, nor threads, nor a shuffle, nor a restart changes the random
+numbers of an example.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mpistrat.arguments import as_integer
 from mpistrat.errors import ContextError
 
 _MAP_NUMBERS = 2**32 - 1
-"""Keeps these streams apart from those that a shuffle of the same seed draws from."""
+"""Separates these streams from the streams of a shuffle with the same seed."""
 
 
 PassKey = tuple[int, ...]
@@ -31,18 +31,18 @@ class PassStream:
 
     key: PassKey = (0,)
     branch: int = 0
-    """The rank where each has other examples, 0 where all share one order."""
+    """The rank, if each rank has different examples; 0 if all share one order."""
     first_map: int = 0
-    """How many maps of the dataset are numbered before its own."""
+    """How many maps of the dataset are numbered before the maps of this part."""
     repeats: tuple[int | None, ...] = ()
-    """How often its items are repeated, the innermost repetition first; ``None`` for endlessly."""
+    """How often the items are repeated, innermost repetition first; ``None`` for endlessly."""
     is_fixed: bool = False
-    """Whether what is made serves every pass, so that nothing may be random."""
+    """Whether the results are used in every pass, so that nothing may be random."""
 
     def generator(
         self, seed: int, map_number: int, number: int, repetitions: PassKey = ()
     ) -> np.random.Generator:
-        """Return the numbers for one example in one map."""
+        """Return the generator for one example in one map."""
         if self.is_fixed:
             raise ValueError(
                 "A filter is evaluated once for all passes, but a map before it uses random "
@@ -54,7 +54,7 @@ class PassStream:
         return np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed, spawn_key=key)))
 
     def repetitions(self, count: int) -> PassKey:
-        """Return the key after `key` of what comes after `count` repetitions of all items."""
+        """Return the repetition numbers, to append to `key`, after `count` repetitions in all."""
         numbers = []
         for limit in self.repeats:
             count, number = (0, count) if limit is None else divmod(count, limit)
@@ -63,7 +63,7 @@ class PassStream:
 
 
 class MapScope:
-    """One call of a function given to `map`, which may ask for random numbers."""
+    """One call of a function passed to `map`, which may ask for random numbers."""
 
     __slots__ = ("_items", "_make_rng", "_rngs", "is_batch")
 
@@ -80,7 +80,7 @@ class MapScope:
 
     @property
     def rngs(self) -> tuple[np.random.Generator, ...]:
-        """A generator for each example; most functions never ask."""
+        """One generator per example, created on first use, because most functions need none."""
         if self._rngs is None:
             self._rngs = tuple(map(self._make_rng, self._items))
         return self._rngs
@@ -105,24 +105,24 @@ _current = _Current()
 
 
 def example_rng() -> np.random.Generator:
-    """Return the random numbers of the example that `Dataset.map` has called a function with.
+    """Return the random generator of the example that `Dataset.map` is calling a function with.
 
-    Local. For functions that are applied before `batch`. Each call within one call of the
-    function returns the same generator, which continues where it was.
+    Local. For functions that are applied before `batch`. Repeated calls within one call of the
+    function return the same generator, which continues its sequence.
 
     Returns
     -------
     numpy.random.Generator
-        It depends on the seed given to `Dataset.map`, the pass (and the repetition, after
-        `repeat`), the number of the map, and the number of the example alone: not on the number
-        of ranks, nor on threads, nor on whether the pass was resumed. The number of an example is
-        that in the dataset that `map` was applied to. Shuffles leave it alone, and so do `take`,
-        `skip` and `shard` after one.
+        It depends only on the seed passed to `Dataset.map`, the epoch (and the repetition, after
+        `repeat`), the number of the map, and the number of the example. It does not depend on the
+        number of ranks, on threads, or on whether the epoch was resumed. The number of an example
+        is its position in the dataset that `map` was applied to, before shuffling. `take`, `skip`
+        and `shard` after a shuffle do not change it either.
 
     Raises
     ------
     ContextError
-        Outside of a function that `Dataset.map` calls, and in one that gets batches.
+        Outside of a function that `Dataset.map` calls, and in a function that gets batches.
 
     Examples
     --------
@@ -141,14 +141,14 @@ def example_rng() -> np.random.Generator:
 
 
 def example_rngs() -> tuple[np.random.Generator, ...]:
-    """Return the random numbers of each example that `Dataset.map` has called a function with.
+    """Return the random generators of the examples that `Dataset.map` is calling a function with.
 
-    Local. For functions that are applied after `batch`; before it there is one example.
+    Local. For functions that are applied after `batch`; before `batch` there is one example.
 
     Returns
     -------
     tuple of numpy.random.Generator
-        As many as the slice of the batch has examples; each as `example_rng` says.
+        One generator per example in the slice of the batch, as described in `example_rng`.
 
     Raises
     ------
@@ -181,6 +181,6 @@ def replica_rng(key: Sequence[int], replica_id: int) -> np.random.Generator:
     entropy = [as_integer("A part of the key of rng", part) for part in key]
     if min(entropy) < 0:
         raise ValueError(f"rng needs integers that are not negative, not {tuple(key)}.")
-    # The first number keeps these streams apart from those of shuffles, maps and samples.
+    # The first number separates these streams from the streams of shuffles, maps and samples.
     sequence = np.random.SeedSequence(entropy, spawn_key=(2**32 - 2, replica_id))
     return np.random.Generator(np.random.PCG64(sequence))

@@ -22,13 +22,14 @@ class ArraySpec:
     Parameters
     ----------
     shape : sequence of int or None
-        ``None`` for a dimension whose length is not known or varies.
+        Length of each dimension, ``None`` if it is not known or varies.
     dtype : anything that `numpy.dtype` accepts
+        Dtype of the array.
 
     Raises
     ------
     TypeError, ValueError
-        If a length is neither ``None`` nor an integer of at least 0, or the dtype is none.
+        If a length is neither ``None`` nor an integer of at least 0, or `dtype` is not a dtype.
 
     Examples
     --------
@@ -39,7 +40,7 @@ class ArraySpec:
     shape: tuple[int | None, ...]
     dtype: np.dtype
     _holds_ragged: bool = field(default=False, compare=False)
-    """Whether it is of a `Ragged`, whose rows have the shape ``shape[1:]``."""
+    """Whether this is the spec of a `Ragged`, whose rows have the shape ``shape[1:]``."""
 
     def __init__(
         self, shape: Sequence[int | None], dtype: Any, _holds_ragged: bool = False
@@ -61,22 +62,22 @@ def has_open_shape(spec: ArraySpec) -> bool:
 
 
 def is_open_text(spec: ArraySpec) -> bool:
-    """Return whether it is text of any width."""
+    """Return whether the spec is for strings of any width."""
     return spec.dtype.kind == "U" and not spec.dtype.itemsize
 
 
 def holds_ragged(spec: ArraySpec) -> bool:
-    """Return whether it is of a `Ragged`, whose rows have the shape ``shape[1:]``."""
+    """Return whether `spec` is of a `Ragged`, whose rows have the shape ``shape[1:]``."""
     return spec._holds_ragged
 
 
 def known_shape(spec: ArraySpec) -> tuple[int, ...]:
-    """Return the shape, with 0 for lengths that are not known."""
+    """Return the shape of `spec`, with 0 for lengths that are not known."""
     return tuple(length or 0 for length in spec.shape)
 
 
 def known_bytes(spec: ArraySpec) -> int:
-    """Return the size of an array, 0 if a length is not known."""
+    """Return the size of an array in bytes, 0 if a length is not known."""
     return spec.dtype.itemsize * math.prod(known_shape(spec))
 
 
@@ -100,7 +101,7 @@ def spec_of(nest: Any) -> Any:
 
 
 def _spec_of_leaf(leaf: Any) -> ArraySpec:
-    # Arrays on a device have a dtype, and refuse to become NumPy arrays.
+    # numpy.asarray raises an error for arrays on a device, but they have a dtype.
     if isinstance(leaf, Ragged):
         return ArraySpec((len(leaf), None, *leaf.values.shape[1:]), leaf.values.dtype, True)
     dtype: np.dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
@@ -109,7 +110,7 @@ def _spec_of_leaf(leaf: Any) -> ArraySpec:
 
 def with_room_for_text(spec: Any, other: Any) -> Any:
     """Return the nest `spec` with strings as wide as the widest in the nest `other`."""
-    # A string of an array is only as wide as its text, so that of one example says too little.
+    # NumPy makes a string only as wide as its text, so the width in one example may be too small.
     leaves = nests.flatten(other)[0]
     widths = {kind: [0] for kind in "SU"}
     for leaf in leaves:
@@ -143,7 +144,7 @@ def batched(spec: Any, batch_size: int | None) -> Any:
 
 
 def open_batch(spec: Any, num_batchings: int = 1) -> Any:
-    """Return the nest `spec` of a batch for batches of any length, also within batches."""
+    """Return the nest `spec` of a batch with its first `num_batchings` dimensions ``None``."""
 
     def opened(leaf: ArraySpec) -> ArraySpec:
         num_open = min(num_batchings, len(leaf.shape))
@@ -160,7 +161,7 @@ def empty_batch(spec: Any) -> Any:
         if leaf._holds_ragged:
             values = np.empty((0, *known_shape(leaf)[2:]), leaf.dtype)
             return Ragged(values, np.zeros(1, np.int64))
-        # What has no dimension, as the number of a batch, is not divided.
+        # A scalar, such as the number of a batch, is not divided among ranks.
         shape = (0, *known_shape(leaf)[1:]) if leaf.shape else ()
         return np.zeros(shape, leaf.dtype)
 
@@ -168,13 +169,14 @@ def empty_batch(spec: Any) -> Any:
 
 
 _OPEN_TEXT = np.dtype("U")
-"""Of text of any width."""
+"""The dtype of strings of any width."""
 
 
 def fitted(array: np.ndarray, dtype: np.dtype) -> np.ndarray | None:
-    """Return `array` as `dtype`, itself where it has it; ``None`` where it does not fit."""
-    # Floating numbers may be rounded, but not become infinite. Integers fit where their values
-    # do, signed or not, and into floating numbers. Everything else must survive unchanged.
+    """Return `array` as `dtype`, itself if it has that dtype; ``None`` if it does not fit."""
+    # Floating-point numbers may be rounded, but must not become infinite. Integers fit into
+    # integers that can hold their values, signed or not, and into floating-point numbers.
+    # Everything else must survive unchanged.
     if array.dtype == dtype or (dtype == _OPEN_TEXT and array.dtype.kind == "U"):
         return array
     are_integers = array.dtype.kind in "iu" and dtype.kind in "iu"
@@ -195,7 +197,7 @@ def _survives(array: np.ndarray, cast: np.ndarray) -> bool:
 
 
 def object_column(rows: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the column of examples that differ in shape: an array of arrays."""
+    """Return a column of examples of different shapes: an array of arrays."""
     column = np.empty(len(rows), object)
     for number, row in enumerate(rows):
         column[number] = row

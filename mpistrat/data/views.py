@@ -1,9 +1,9 @@
-"""Views: sources whose examples are made of elements of other datasets, read at random.
+"""Views: sources whose examples are combined from elements of other datasets, in any order.
 
 A view is a function from the number of an example to positions in the datasets below it. So these
-keep their own readers, and a shuffle of the view moves only numbers. If the length of a dataset
-below is unknown, as of a generator, a `Stream` replaces the view: each rank makes all examples one
-after the other, and keeps those of its slices.
+datasets keep their own readers, and a shuffle of the view moves only numbers. If the length of a
+dataset below is unknown, as for a generator, a `Stream` replaces the view: each rank creates all
+examples one after the other, and keeps the examples of its slices.
 """
 
 from __future__ import annotations
@@ -50,27 +50,27 @@ class Part:
 
     child: int
     items: Block
-    """As the order of that dataset has them."""
+    """The items in the order of that dataset."""
     places: np.ndarray | None = None
-    """Where they belong in the block; ``None`` for all of it."""
+    """The places of the elements in the block; ``None`` if they fill all of it."""
     run_length: int = 1
-    """Each item stands for so many, itself the first."""
+    """Each item stands for this many consecutive items, of which it is the first."""
 
 
 class View:
-    """A source that stands on the datasets `children`; base class."""
+    """Base class of sources that combine or select elements of the datasets `children`."""
 
     is_stream = False
     is_in_order = True
     is_fixed = False
-    """Whether it is found once for all passes what an example is."""
+    """Whether the examples are found once for all passes, so that nothing may be random."""
     needs_one_spec = False
     """Whether the elements of all datasets must have one spec."""
     is_steady: bool
     name: str
-    """The method of `Dataset` that makes it."""
+    """The method of `Dataset` that creates it."""
     rows_per_example = 1
-    """How many rows of a child an example needs that no other example of a batch does."""
+    """Number of rows of a child that only one example of a batch needs."""
 
     def __init__(self, children: Sequence[Pipeline]) -> None:
         self.children = tuple(children)
@@ -82,38 +82,38 @@ class View:
         return f"{self.name}({', '.join(child.calls for child in self.children)})"
 
     def _settle_order(self, child: Pipeline) -> None:
-        """Settle what shuffles of `child` change: the order of elements, not their numbers."""
+        """Set `is_steady` and `is_in_order`: shuffles change the order of elements, not numbers."""
         is_shuffled = any(isinstance(each, Shuffle) for each in child.transformations)
         is_repeated = any(each.num_repetitions != 1 for each in child.transformations)
         if permutes_rows(child):
             self.is_steady = child.source.is_steady
-        else:  # such as elements of batches that were taken apart
+        else:  # for example, elements of batches that `unbatch` has taken apart
             self.is_steady = child.is_steady and not (is_shuffled or is_repeated)
         self.is_in_order = child.source.is_in_order and not is_shuffled
 
     @property
     def kind(self) -> str:
-        """The method, and the kinds of the datasets."""
+        """The name of the method, with the kinds of the datasets."""
         return f"{self.name}({', '.join(child.kind for child in self.children)})"
 
     @property
     def is_read(self) -> bool:
-        """Whether the files of all datasets have been looked at."""
+        """Whether all datasets know their length and spec."""
         return all(child.source.is_read for child in self.children)
 
     @property
     def is_of_files(self) -> bool:
-        """Whether examples lie in files."""
+        """Whether examples are stored in files."""
         return any(child.source.is_of_files for child in self.children)
 
     @property
     def order_entries(self) -> list[str]:
-        """What decides the order of each dataset, and how they are put together."""
+        """Everything that decides the order: the view itself, then each dataset."""
         return [self.described, *self.child_entries]
 
     @property
     def child_entries(self) -> list[str]:
-        """What decides the order of each dataset."""
+        """Everything that decides the order of each dataset."""
         return [
             f"{entry} in data set {number} of {self.name}"
             for number, child in enumerate(self.children)
@@ -122,12 +122,12 @@ class View:
 
     @property
     def described(self) -> str:
-        """What is special of this view, as a text that ranks compare."""
+        """A description of this view as a string, which the ranks compare."""
         return f"{self.name} of {len(self.children)} data set(s)"
 
     @property
     def element_spec(self) -> Any:
-        """The nest of `ArraySpec` of one example; ``None`` where there is no example to find it."""
+        """The nest of `ArraySpec` of one example; ``None`` if there is no example to find it."""
         return self.children[0].found_spec
 
     @cached_property
@@ -150,14 +150,14 @@ class View:
         if len(children) < len(self.children):
             return None
         view = copy.copy(self)
-        # A cached spec is that of the datasets with all fields.
+        # A cached spec belongs to the datasets with all fields.
         vars(view).pop("element_spec", None)
         view.children, view._layouts = tuple(children), {}
         return view
 
     @property
     def layout(self) -> ChunkLayout | None:
-        """The chunks of the first pass, for what they cost."""
+        """The chunks of the first pass, to estimate sizes."""
         return self.layout_of((0,))
 
     def layout_of(self, key: PassKey) -> ChunkLayout | None:
@@ -165,7 +165,7 @@ class View:
         if self.is_steady:
             key = (0,)
         if key not in self._layouts:
-            # At most two: that of the first pass, and the latest.
+            # At most two layouts are kept: of the first pass and of the latest one.
             for old in list(self._layouts)[1:]:
                 del self._layouts[old]
             is_endless = self.num_examples == ENDLESS
@@ -177,7 +177,7 @@ class View:
         raise NotImplementedError
 
     def child_window(self, window_rows: int, child: Pipeline) -> int:
-        """Return how many rows of `child` the examples of a window are made of."""
+        """Return how many rows of `child` the examples of a window need."""
         mine = self.layout if window_rows else None
         theirs = child.source.layout if mine is not None else None
         if mine is None or theirs is None:
@@ -197,24 +197,24 @@ class View:
         return ViewReader(self, window_rows, stream)
 
     def open_child(self, pipeline: Pipeline, window_rows: int, stream: PassStream) -> Child:
-        """Return what reads the elements of `parts` of one of the datasets."""
+        """Return a reader of the elements that `parts` names in one of the datasets."""
         return Child(pipeline, window_rows, stream)
 
     def row_lengths(self) -> np.ndarray | None:
-        """Return ``None``: how long the arrays of an example are shows when it is made."""
+        """Return ``None``: the length of the arrays is not known before an example is created."""
         return None
 
     def parts(self, numbers: np.ndarray, key: PassKey, children: Sequence[Child]) -> list[Part]:
-        """Return the elements that the examples `numbers` are made of, in the pass `key`."""
+        """Return the elements that the examples `numbers` need in the pass `key`."""
         raise NotImplementedError
 
     def joined(self, num_examples: int, parts: Sequence[Part], columns: Sequence[Any]) -> Any:
-        """Return the nest of columns of a block, made of those of its parts."""
+        """Return the nest of columns of a block, joined from the columns of its parts."""
         places = [part.places for part in parts]
         return columns[0] if places[0] is None else scattered(num_examples, places, columns)
 
     def streamed(self, elements: Sequence[Iterator[Any]]) -> Iterator[Any]:
-        """Yield the examples, made of those of the datasets, one after the other."""
+        """Yield the examples, created from the elements of the datasets, one after the other."""
         raise NotImplementedError
 
 
@@ -242,7 +242,7 @@ class Child:
         return self._order.at(positions, key, self._known)
 
     def expect(self, part: Part, key: PassKey) -> None:
-        """Announce that the items of `part` are going to be read in the pass `key`."""
+        """Announce that the items of `part` will be read in the pass `key`."""
         if not self.lookahead_rows:
             return
         self._enter(key)
@@ -292,7 +292,7 @@ class ViewReader:
                 window = view.child_window(window_rows, pipeline)
                 self._children.append(view.open_child(pipeline, window, own))
                 first_map += pipeline.num_maps
-        # The children that are open have threads and files, which nobody else would close.
+        # The open children have threads and files, and the caller has no reader to close.
         except BaseException:
             self.close()
             raise
@@ -300,14 +300,14 @@ class ViewReader:
         self.lookahead_rows = max(min(wanted, default=0) // view.rows_per_example, bool(wanted))
 
     def expect(self, block: Block) -> None:
-        """Announce that the examples `block` are going to be read, after those noted before."""
+        """Announce that the examples `block` will be read, after those announced before."""
         for key, numbers, _ in self._passes(block):
             for part in self._view.parts(numbers, key, self._children):
                 self._children[part.child].expect(part, key)
 
     def read(self, block: Block) -> Any:
         """Return the examples `block`, as a nest of columns."""
-        if not len(block):  # a dataset without elements, below this one, knows no columns
+        if not len(block):  # a dataset below without elements would have no columns
             return columns_of((), self._view.element_spec, 0)
         passes = list(self._passes(block))
         nests_of_passes = []
@@ -367,7 +367,7 @@ def _scattered(
 
 
 def position_layout(pipeline: Pipeline, key: PassKey) -> ChunkLayout | None:
-    """Return the chunks by position in `pipeline`; ``None`` where they do not matter."""
+    """Return the chunks by position in `pipeline`; ``None`` if they do not matter."""
     rows = pipeline.order.rows
     layout = pipeline.source.layout_of(key) if rows is not None else None
     return None if layout is None or rows is None else layout.of_range(rows)
@@ -389,7 +389,7 @@ def position_borders(pipeline: Pipeline) -> np.ndarray:
 
 
 def no_fixed_files(calls: str) -> ValueError:
-    """Return the error where it depends on the pass which elements are of one file."""
+    """Return the error to raise if each pass has different elements in a file."""
     return ValueError(
         f"{calls} has no fixed order of files, so windows within one file are not defined. Call "
         "window before shuffle, repeat and sample, or with across_files=True."
@@ -397,12 +397,12 @@ def no_fixed_files(calls: str) -> ValueError:
 
 
 def borders_between(files: np.ndarray) -> np.ndarray:
-    """Return where the number of the file is another one than before."""
+    """Return the positions at which the number of the file changes."""
     return np.flatnonzero(np.diff(files)) + 1
 
 
 def permutes_rows(pipeline: Pipeline) -> bool:
-    """Return whether shuffles do not choose which rows of the source are left."""
+    """Return whether shuffles change only the order of rows, not which rows are left."""
     is_shuffled = not pipeline.source.is_in_order
     for each in pipeline.transformations:
         if isinstance(each, Shuffle):
@@ -419,7 +419,7 @@ def without_shuffles(pipeline: Pipeline) -> Pipeline:
 
 
 def unshuffled_rows(pipeline: Pipeline) -> range | None:
-    """Return the rows of elements without the shuffles; ``None`` where these choose the rows."""
+    """Return the rows of elements without the shuffles; ``None`` if a shuffle chooses the rows."""
     length = pipeline.source.num_examples
     if length < 0 or not permutes_rows(pipeline):
         return None
@@ -431,12 +431,12 @@ def unshuffled_rows(pipeline: Pipeline) -> range | None:
 
 
 def view_or_stream(view: View) -> Source:
-    """Return `view`, or the stream of its examples where they cannot be read at random."""
+    """Return `view`, or the stream of its examples if they cannot be read in any order."""
     return Stream(view) if any(child.source.is_stream for child in view.children) else view
 
 
 class Stream(PlainSource):
-    """The examples of a view, made one after the other."""
+    """The examples of a view, created one after the other."""
 
     lookahead_rows = 0
     is_stream = True
@@ -458,7 +458,7 @@ class Stream(PlainSource):
 
     @property
     def order_entries(self) -> list[str]:
-        """What decides the order of each dataset."""
+        """Everything that decides the order of each dataset."""
         return self._view.child_entries
 
     @property
@@ -468,7 +468,7 @@ class Stream(PlainSource):
 
     @cached_property
     def _checked(self) -> GeneratorSource:
-        """What checks and stacks examples."""
+        """The source that checks and stacks examples."""
         return GeneratorSource(tuple, self.element_spec)
 
     def blocks(self, key: PassKey, batch_size: int | None, start: int) -> Iterator[Block]:
@@ -480,8 +480,8 @@ class Stream(PlainSource):
         with contextlib.ExitStack() as stack:
             elements = []
             for child in self._view.children:
-                # Maps are numbered over all datasets, so two maps with one seed draw different
-                # numbers.
+                # Maps are numbered over all datasets, so two maps with the same seed draw
+                # different numbers.
                 stream = PassStream(key, child.branch, first_map, (), self._view.is_fixed)
                 own = stack.enter_context(contextlib.closing(child.stream_elements(stream)))
                 elements.append(own)

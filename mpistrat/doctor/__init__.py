@@ -1,7 +1,7 @@
 """Diagnosis of an installation and a launch, before a job fails.
 
-Every check is a function of facts, which the ranks gather first. So all ranks come to the same
-findings, and a check can be tested without the machine that it is about.
+Every check is a function of facts that the ranks gather first. So all ranks arrive at the same
+findings, and a check can be tested without the machine in question.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class Report:
 
     findings: tuple[Finding, ...]
     facts: tuple[RankFacts, ...]
-    """Of each rank."""
+    """Facts of each rank."""
     rank: int = 0
-    """This rank."""
+    """Number of this rank."""
 
     @property
     def is_healthy(self) -> bool:
-        """Whether there is no problem; warnings do not count."""
+        """Whether there is no problem. Warnings do not count."""
         return all(each.level is not Level.PROBLEM for each in self.findings)
 
     def as_json(self) -> dict[str, Any]:
@@ -55,8 +55,8 @@ class Report:
 
 
 def examine(folder: str) -> Report | None:
-    """Return the report, ``None`` where another task has it. **Collective** over all tasks."""
-    # It also returns where the tasks do not find each other: each is then a job by itself.
+    """Return the report, or ``None`` if a different task has it. **Collective** over all tasks."""
+    # It also returns if the tasks do not find each other. Then each is a job by itself.
     begun = start()
     if begun.is_silent:
         return None
@@ -79,7 +79,7 @@ def examine(folder: str) -> Report | None:
         speed = measure_speed(world)
         is_crowded = cores.level is not Level.OK
         findings.append(check_bandwidth(speed, len(world.hosts), is_crowded))
-        # Measurements differ between ranks; those of rank 0 are printed and set the exit code.
+        # Measurements differ between ranks. Rank 0's are printed, and decide the exit code.
         findings = world.comm.bcast(findings, 0)
     return Report(tuple(findings), tuple(facts), own.rank)
 

@@ -29,7 +29,7 @@ class Level(enum.Enum):
 
     OK = "ok"
     WARNING = "warning"
-    """Works, but perhaps not as meant."""
+    """It works, but perhaps not as intended."""
     PROBLEM = "problem"
     """A job would fail, or be much slower than necessary."""
 
@@ -39,13 +39,13 @@ class Finding:
     """One line of the report."""
 
     topic: str
-    """What was checked."""
+    """Subject of the check."""
     level: Level
     seen: str
     why: str = ""
     """Why it matters; empty for `Level.OK`."""
     remedy: str = ""
-    """What to type."""
+    """Command or change that helps."""
 
     @classmethod
     def ok(cls, topic: str, seen: str) -> Finding:
@@ -63,7 +63,7 @@ class Finding:
         return cls(topic, Level.PROBLEM, seen, why, remedy)
 
 
-# Open MPI, MPICH, Intel MPI and MVAPICH are libmpi.so; Cray's name has the compiler in it.
+# Open MPI, MPICH, Intel MPI and MVAPICH are called libmpi.so. Cray's name contains the compiler.
 _NAME = re.compile(r"libmpi(ch)?(_(gnu|cray|intel|nvidia|amd|aocc)\w*)?\.so[.\d]*")
 
 
@@ -94,38 +94,38 @@ _GPUS = (
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What one rank knows about itself."""
+    """Facts that a rank knows about itself."""
 
     rank: int = 0
     node: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
     library: str = ""
-    """Name and version of the MPI library; empty where it cannot be loaded."""
+    """Name and version of the MPI library; empty if it cannot be loaded."""
     cores: tuple[int, ...] = ()
-    """The cores that it may use."""
+    """Cores that it may use."""
     blas_threads: int = 1
-    """How many threads NumPy's linear algebra starts."""
+    """Number of threads that NumPy's linear algebra starts."""
     thread_variables: Mapping[str, str] = field(default_factory=dict)
     offer: Offer | None = None
-    """The GPUs that it sees."""
+    """GPUs that it sees."""
     gpu_names: tuple[str, ...] = ()
     no_gpu: str = ""
-    """Why it sees none."""
+    """Why it sees no GPU."""
     gpu_variables: Mapping[str, str] = field(default_factory=dict)
     nccl: str = ""
-    """NCCL's version; empty where there is none."""
+    """Version of NCCL; empty if there is none."""
     not_compiled: tuple[str, ...] = ()
-    """What is done without compiled code."""
+    """Parts of the package that run without compiled code."""
 
     @property
     def asked_threads(self) -> int:
-        """The number of threads that the variables ask for; `blas_threads` where none does."""
+        """Number of threads for which the variables ask; `blas_threads` if none does."""
         asked = [int(text) for text in self.thread_variables.values() if text.isdecimal()]
         return max(asked, default=self.blas_threads)
 
 
 def collect_facts(world: World | None, library: str, launcher: Launcher) -> RankFacts:
-    """Return the facts of this rank, without raising."""
+    """Return the facts of this rank. This does not raise."""
     variables = environment()
     offer, names, no_gpu = _look_at_gpus(world.local_rank if world else 0)
     return RankFacts(
@@ -154,7 +154,7 @@ def _versions() -> dict[str, str]:
 
 
 def _count_blas_threads() -> int:
-    # It sees only libraries that are loaded; what this module imports has loaded NumPy's.
+    # It sees only loaded libraries. The imports of this module have loaded NumPy's.
     from threadpoolctl import threadpool_info
 
     pools: list[dict[str, Any]] = threadpool_info()
@@ -182,8 +182,9 @@ def _nccl_version() -> str:
 
 
 def count_allocated_gpus(facts: list[RankFacts]) -> int | None:
-    """Return how many GPUs one node has by the variables of its ranks, ``None`` if none is set."""
-    # Slurm's variables first: where a GPU is bound to each task, CUDA_VISIBLE_DEVICES is 0 in all.
+    """Return the number of GPUs of a node by its ranks' variables, or ``None`` if none is set."""
+    # Use Slurm's variables first. If a GPU is bound to each task, CUDA_VISIBLE_DEVICES is 0 in all
+    # tasks.
     for name in ("SLURM_GPUS_ON_NODE", "SLURM_STEP_GPUS", "SLURM_JOB_GPUS"):
         counts = [_count(each.gpu_variables[name]) for each in facts if name in each.gpu_variables]
         if counts:

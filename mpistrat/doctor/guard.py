@@ -1,8 +1,8 @@
 """Guard process that watches MPI start, because MPI may end the process that starts it.
 
-``python guard.py`` reads a line of JSON from standard input: the seconds that MPI has, the process
-to kill when they are over, and what to print in either case. A second line means that MPI has
-started. The file is run by its path, so that it takes no time to import the package.
+``python guard.py`` reads a line of JSON from standard input: the time limit in seconds, the process
+to kill after it, and what to print if the process ends or is late. A second line means that MPI has
+started. The file is run by its path, so that it does not import the package.
 """
 
 import json
@@ -13,7 +13,7 @@ import sys
 
 
 def _main() -> int:
-    """Wait until MPI has started; if it does not, print why and return 1."""
+    """Wait until MPI has started. If it does not start, print why and return 1."""
     order = json.loads(sys.stdin.readline())
     ready, _, _ = select.select([sys.stdin], [], [], order["limit_s"])
     if ready and sys.stdin.readline():  # an empty line is the end of the process

@@ -89,7 +89,7 @@ def check_blas_threads(facts: Sequence[RankFacts]) -> Finding:
             f"{len(node)} ranks with {each.asked_threads} BLAS threads each on {num_cores} core(s) "
             f"of {each.node} ({names or 'no variable limits them'})"
         )
-        # Twice as many is common where two ranks try something out, and costs little.
+        # Up to twice as many threads are common in small trials with two ranks, and cost little.
         if each.thread_variables or num_threads > 2 * num_cores:
             return _too_many(seen, share)
         return Finding.warning("blas", seen, _WHY_THREADS, _limit_threads(share))
@@ -112,7 +112,7 @@ _WHY_SHARED = "Ranks on one GPU take turns on it and share its memory; NCCL refu
 
 
 def check_gpus(facts: Sequence[RankFacts]) -> Finding:
-    """Return the finding about GPUs: whether each rank has its own, where there are any."""
+    """Return the finding about GPUs: whether each rank has its own, if there are any."""
     for node in _by_node(facts):
         finding = _too_few(node)
         if finding is not None:
@@ -150,7 +150,7 @@ def check_gpus(facts: Sequence[RankFacts]) -> Finding:
 
 
 def _too_few(node: Sequence[RankFacts]) -> Finding | None:
-    """Return a problem where the variables name fewer GPUs than the node has ranks."""
+    """Return a problem if the variables name fewer GPUs than the node has ranks."""
     allocated = count_allocated_gpus(list(node))
     has_own = any("SLURM_GPUS_PER_TASK" in each.gpu_variables for each in node)
     if not allocated or allocated >= len(node) or has_own or any(each.offer for each in node):
@@ -202,12 +202,12 @@ def check_nccl(facts: Sequence[RankFacts]) -> Finding:
 
 
 _FUNCTIONS = (b"cuPointerGetAttribute", b"cudaPointerGetAttributes", b"cuMemcpy")
-"""Functions of CUDA, one of which a library needs to recognize device memory."""
+"""CUDA functions. A library needs one of them to recognize device memory."""
 
 
 @dataclass(frozen=True)
 class CudaFacts:
-    """Evidence about CUDA-awareness on this rank, and the trial of all ranks."""
+    """Evidence about CUDA-awareness on this rank, and the result of all ranks' trial."""
 
     claims: tuple[str, ...] = ()
     """Evidence for it from the library and the environment."""
@@ -218,7 +218,7 @@ class CudaFacts:
     has_part: bool = False
     """Whether the library has code for device memory."""
     tried: CudaAwareness | None = None
-    """The answer of all ranks; ``None`` where not all of them have GPUs."""
+    """Answer of all ranks; ``None`` if not all of them have GPUs."""
 
 
 def collect_cuda_facts(world: World, device: Device, all_have_gpus: bool) -> CudaFacts:
@@ -264,7 +264,7 @@ def _names_cuda(file: Path) -> bool:
 
 
 def check_cuda_awareness(facts: CudaFacts) -> Finding:
-    """Return the finding about CUDA-aware MPI: whether the evidence is true."""
+    """Return the finding about CUDA-aware MPI: whether the evidence is correct."""
     said = "; ".join(facts.claims)
     if facts.is_vouched_for and not facts.has_part:
         return Finding.problem(
@@ -319,17 +319,17 @@ _SLOWEST = 1e8
 
 @dataclass(frozen=True)
 class Speed:
-    """Median times of a few MPI_Allreduce."""
+    """Median times of a few calls of MPI_Allreduce."""
 
     size: int
     large_s: float
     small_s: float
     copy_s: float
-    """A copy of the large message in memory."""
+    """Time of a copy of the large message in memory."""
 
 
 def measure_speed(world: World) -> Speed:
-    """Return how long reductions take, in well under a second. **Collective**."""
+    """Measure how long reductions take. This takes well under a second. **Collective**."""
     from mpi4py import MPI
 
     def timed(num_bytes: int, samples: int) -> float:
@@ -341,7 +341,7 @@ def measure_speed(world: World) -> Speed:
             began = time.perf_counter()
             world.comm.Allreduce(source, target, MPI.SUM)
             times.append(time.perf_counter() - began)
-        # Without the first, which also sets up connections and touches new memory.
+        # Drop the first one, which also opens connections and touches new memory.
         return statistics.median(times[1:])
 
     source = np.ones(_LARGE_BYTES // 4, np.float32)
@@ -364,7 +364,7 @@ def check_bandwidth(speed: Speed, num_nodes: int, is_crowded: bool) -> Finding:
         f"Allreduce of 8 MiB in {speed.large_s * 1e3:.1f} ms ({rate / 1e9:.2f} GB/s), of 8 B in "
         f"{speed.small_s * 1e6:.0f} us; {copy}"
     )
-    # Where ranks share cores, the time says more about that than about the network.
+    # If ranks share cores, the time says more about that than about the network.
     if rate < _SLOWEST and not is_crowded:
         between = "nodes" if num_nodes > 1 else "ranks of one node"
         return Finding.warning(

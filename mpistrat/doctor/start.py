@@ -1,4 +1,4 @@
-"""Checks of MPI's start and launcher: whether the ranks find each other."""
+"""Checks that MPI starts, and that the ranks find each other under this launcher."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ _ROOM = 64 * 2**20
 
 @contextlib.contextmanager
 def _guarded(launcher: Launcher, limit_s: float) -> Iterator[None]:
-    """Have a guard process report and kill this one if the block ends it or takes too long."""
-    # Only on the first task of each node. The guard is a process, because while MPI starts no
-    # thread of Python runs and no signal handler is called.
+    """Start a guard that reports if the block ends this process, and kills it at the limit."""
+    # Only the first task of each node has a guard. It is a process, because while MPI starts, no
+    # Python thread runs and no signal handler is called.
     if launcher.name == "none" or launcher.local_task:
         yield
         return
@@ -44,7 +44,7 @@ def _guarded(launcher: Launcher, limit_s: float) -> Iterator[None]:
         [sys.executable, "-S", guard.__file__],
         stdin=subprocess.PIPE,
         text=True,
-        start_new_session=True,  # or a launcher would end it with the task
+        start_new_session=True,  # otherwise a launcher would end it with the task
     )
     assert process.stdin is not None
     process.stdin.write(json.dumps(_order(launcher, limit_s)) + "\n")
@@ -70,7 +70,7 @@ def _order(launcher: Launcher, limit_s: float) -> dict[str, object]:
 
 
 def look_at_shared_memory(folder: str = "/dev/shm") -> tuple[str, ...]:
-    """Return why MPI cannot use shared memory and the remedy, or an empty tuple."""
+    """Return why MPI cannot use shared memory, and the remedy; an empty tuple if it can."""
     try:
         state = os.statvfs(folder)
     except OSError as error:
@@ -96,14 +96,14 @@ class Start:
     """Result of starting MPI."""
 
     world: World | None
-    """``None`` where MPI does not start, or the ranks do not find each other."""
+    """``None`` if MPI does not start, or the ranks do not find each other."""
     launcher: Launcher
     library: str
     findings: tuple[Finding, ...]
 
     @property
     def is_silent(self) -> bool:
-        """Whether another task reports the same."""
+        """Whether a different task reports the same findings."""
         return self.world is None and self.launcher.task != 0 and not self.launcher.is_inherited
 
 
@@ -114,7 +114,7 @@ def start() -> Start:
         obstacle = None if is_started() else _find_fatal_claim()
         if obstacle is not None:
             return Start(None, launcher, _library(), (obstacle,))
-        # A library that needs a launcher may end the process, so a child tries first.
+        # A library that needs a launcher may end the process, so try it in a child first.
         if launcher.name == "none" and not is_started():
             obstacle = _try_in_a_child()
             if obstacle is not None:
@@ -134,7 +134,7 @@ def start() -> Start:
 
 
 def _find_fatal_claim() -> Finding | None:
-    """Return the problem where Open MPI would end the process instead of starting."""
+    """Return the problem if Open MPI would end the process instead of starting."""
     if not list_switches(environment(), ["OMPI_MCA_opal_cuda_support"]).is_claim:
         return None
     load_library()
@@ -166,7 +166,7 @@ def _no_library(text: str) -> Finding:
 
 
 def _try_in_a_child() -> Finding | None:
-    """Start MPI in a child without a launcher; return the finding if that fails."""
+    """Start MPI in a child without a launcher, and return a finding if that fails."""
     child = Program([sys.executable, "-c", _TRY], without_launcher())
     try:
         code = child.wait(_LIMIT_S)
@@ -178,7 +178,7 @@ def _try_in_a_child() -> Finding | None:
     lines = [line.strip() for line in child.stderr().splitlines() if any(map(str.isalnum, line))]
     if "cannot load MPI library" in child.stderr() or "ImportError" in child.stderr():
         return _no_library(lines[-1])
-    # Libraries print first what went wrong, then what follows from it.
+    # Libraries print the first error first, and then its consequences.
     lines = [line for line in lines if "error" in line.lower()] or lines[-1:]
     what = lines[0] if lines else f"exit code {code}" if code > 0 else f"signal {-code}"
     if shared := look_at_shared_memory():

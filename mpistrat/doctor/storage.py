@@ -1,4 +1,4 @@
-"""Checks of h5py, HDF5 and the folder in which checkpoints are saved."""
+"""Checks of h5py, HDF5 and the folder for checkpoints."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ _NOWHERE = "the folder that this process works in has been removed"
 
 @dataclass(frozen=True)
 class HDF5Facts:
-    """How h5py was built."""
+    """Facts about how h5py was built."""
 
     versions: Mapping[str, Any]
-    """What `print_hdf5_versions` prints; empty where it failed."""
+    """Output of `print_hdf5_versions`; empty if that failed."""
     error: str = ""
 
 
 def probe_hdf5() -> HDF5Facts:
     """Load h5py in a child process, and return how it was built."""
-    # h5py that was built with another MPI library than mpi4py may end the process.
+    # If h5py was built with a different MPI library than mpi4py, it may end the process.
     variables = without_launcher() | {
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         "MPI4PY_RC_INITIALIZE": "0",
@@ -62,7 +62,7 @@ def probe_hdf5() -> HDF5Facts:
 def print_hdf5_versions() -> None:
     """Print as JSON how h5py was built, and which MPI libraries it and mpi4py load."""
     with contextlib.suppress(ImportError, RuntimeError):
-        importlib.import_module("mpi4py.MPI")  # MPI4PY_RC_INITIALIZE keeps it from starting
+        importlib.import_module("mpi4py.MPI")  # MPI4PY_RC_INITIALIZE keeps MPI from starting
     of_mpi4py = mpi_libraries(loaded_files())
     module = h5py()
     versions = {
@@ -108,13 +108,13 @@ class FolderFacts:
     path: str
     node: str
     error: str = ""
-    """Why no file can be written there; empty where one can."""
+    """Why no file can be written there; empty if one can."""
     lock_error: str = ""
-    """Why files there cannot be locked; empty where they can."""
+    """Why files there cannot be locked; empty if they can."""
 
 
 def probe_folder(path: str, node: str) -> FolderFacts:
-    """Write, flush, lock, rename and remove a small file in a folder, without raising."""
+    """Write, flush, lock, rename and remove a small file in a folder. This does not raise."""
     folder = Path(path)
     try:
         own = FolderFacts(os.path.abspath(path), node)
@@ -144,12 +144,12 @@ def probe_folder(path: str, node: str) -> FolderFacts:
 
 
 def _try_lock(handle: int, name: str) -> str:
-    """Return why a file cannot be locked as HDF5 does, or an empty text."""
+    """Return why a file cannot be locked in the way of HDF5, or an empty string."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         return errno.errorcode.get(error.errno or 0, str(error))
-    # flock belongs to an open file (flock(2)): a lock through a second one must be refused.
+    # flock belongs to an open file (flock(2)), so a lock through a second open file must fail.
     second = os.open(name, os.O_RDWR)
     try:
         fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""Elastic job: its survivors undo and repeat the call in which a rank was lost (ULFM)."""
+"""Elastic job: the survivors undo and repeat the call in which a rank was lost (ULFM)."""
 
 from __future__ import annotations
 
@@ -43,17 +43,18 @@ _logger = logging.getLogger("mpistrat")
 _END = "the end of the call"
 _PATIENT_POLLS = 24
 _LONG_S = 0.01
-"""How long a wait keeps the core over MPI, which wakes nobody."""
+"""Seconds for which a wait polls without sleeping, because MPI does not wake waiting ranks."""
 _REST_S = 0.0002
 
 
 class ElasticJob:
-    """The ranks of this job that are left, and the elastic strategies on them.
+    """The surviving ranks of this job, and the elastic strategies on them.
 
-    A unit is one public collective call of the program, such as `Strategy.run`, with all that
-    happens within it. The ranks agree at its end (``MPIX_Comm_agree``, which all survivors leave
-    with the same result): either all have done it with the data of all, or all undo it, connect
-    without the ranks that are lost, and repeat it. So none is ever ahead of another.
+    A unit is one public collective call of the program, such as `Strategy.run`, with everything
+    that happens inside it. At its end the ranks agree with ``MPIX_Comm_agree``, which returns the
+    same result on all survivors. Either all ranks have completed the unit with the data of all
+    ranks, or all undo it, reconnect without the lost ranks, and repeat it. So no rank is ever ahead
+    of the others.
     """
 
     def __init__(self) -> None:
@@ -65,12 +66,12 @@ class ElasticJob:
         self._num_units = 0
         self._undos: list[Callable[[], object]] = []
         self.checks: list[Callable[[], object]] = []
-        """What is called once the unit is done, and may raise."""
+        """Functions that are called once the unit is done, and may raise."""
         self.commits: list[Callable[[], object]] = []
-        """What is called once the unit is over."""
+        """Functions that are called once the unit is over."""
         self._flag = np.zeros(1, np.int32)
         self._agreement: MPI.Request | None = None
-        """The last one, which writes to the flag."""
+        """Request of the last agreement, which writes to the flag."""
 
     def open(
         self,
@@ -79,7 +80,7 @@ class ElasticJob:
         num_replicas: int | None,
         make: Callable[[MPI.Intracomm], object],
     ) -> None:
-        """Have `make` connect `strategy` to the ranks that are left. **Collective**."""
+        """Let `make` connect `strategy` to the surviving ranks. **Collective**."""
         if num_replicas is None:
             raise ValueError(
                 "elastic=True needs num_replicas=, so that those that are left can compute the "
@@ -115,10 +116,10 @@ class ElasticJob:
     def run(
         self, what: str, function: Callable[[], Any], writes: bool | Sequence[Any] = False
     ) -> Any:
-        """Return what `function` returns, which is called again after a loss. **Collective**.
+        """Call `function`, and call it again after a loss; return its result. **Collective**.
 
-        `writes` are the variables that it may write to, or whether it may to all; only then it may
-        also return values of replicas.
+        `writes` lists the variables that it may write to, or says whether it may write to all.
+        Only a function that may write may also return values of replicas.
         """
         if self.is_in_unit:
             return function()
@@ -136,16 +137,16 @@ class ElasticJob:
                     elif self.strategies:
                         self.state.meet(self._ranks, what)
                 except Exception as raised:
-                    # An error of the program, the same on all ranks or not: repeating the call
+                    # If it is an error of the program, on all ranks or not, repeating the call
                     # would not help.
                     if not self.is_loss(raised):
                         raise
                     error = raised
-                # Every rank comes here, with or without an error: only all together may keep the
-                # results.
+                # Every rank gets here, with or without an error. The results are kept only if all
+                # ranks agree.
                 if self._agree(error is None):
-                    # After the agreement. Before it, a rank might keep what a different one never
-                    # received, and the two would restore different states.
+                    # Only after the agreement: before it, a rank might keep data that another rank
+                    # never received, and the two would later restore different states.
                     keep()
                     for do in self.commits:
                         do()
@@ -170,7 +171,7 @@ class ElasticJob:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Make collective calls in the ``with`` block that are never repeated."""
+        """Context for collective calls that are never repeated."""
         is_in_unit, self.is_in_unit = self.is_in_unit, True
         try:
             yield
@@ -186,12 +187,12 @@ class ElasticJob:
         return replica_set_of(self.strategies[0]).ranks
 
     def is_loss(self, error: BaseException) -> bool:
-        """Return whether `error` comes of a lost rank, of which another rank may know. Local."""
+        """Return whether a lost rank caused `error`, as far as this rank knows. Local."""
         from mpi4py import MPI
 
         if not isinstance(error, CollectiveError | MPI.Exception):
-            # Open MPI has ended collectives without an error that lacked the data of a dead rank.
-            # Then any error of the program may be the consequence.
+            # Open MPI can return from a collective without an error although the data of a dead
+            # rank are missing. Then any error of the program may be the consequence.
             return bool(failed_ranks(self._comm)) or is_revoked(self._comm)
         # The monitors may know before MPI does.
         channels = [replica_set_of(each).ranks.channel for each in self.strategies]
@@ -200,26 +201,27 @@ class ElasticJob:
         return bool(failed_ranks_soon(self._comm)) or is_revoked(self._comm)
 
     def _agree(self, is_well: bool) -> bool:
-        """Return whether all ranks are there and well. **Collective**."""
+        """Return whether all ranks are alive and have no error. **Collective**."""
         from mpi4py import MPI
 
         if self._comm.size == 1:
             return is_well
         if not is_well:
-            # Ranks that wait for this one inside the unit would never come to the agreement.
+            # Ranks that wait for this one inside the unit would never reach the agreement.
             self._revoke()
-        # Those that are well have met before. What can miss here has stopped in between.
+        # Ranks without an error have all completed the unit. A rank that is missing here must have
+        # stopped since then.
         self._flag[0] = is_well
         try:
             self._agreement = self._comm.Iagree(self._flag)
             self._wait(self._agreement.Test)
-        # ULFM raises here on all survivors alike if a rank has died, so all undo the unit.
+        # If a rank has died, ULFM raises here on all survivors, so all undo the unit.
         except MPI.Exception:
             return False
         return bool(self._flag[0])
 
     def _wait(self, done: Callable[[], bool]) -> None:
-        """Wait until `done`, which also holds where ranks die, up to the time limit."""
+        """Wait until `done` returns true, which it also does if ranks die, up to the time limit."""
         channel = self._ranks.channel if self.strategies else None
         limit_s = math.inf if channel is None or channel.timeout_s is None else channel.timeout_s
         began, turns = time.monotonic(), 0
@@ -234,36 +236,36 @@ class ElasticJob:
             time.sleep(_REST_S)
             if channel is None:
                 continue
-            # So that ranks that ask see this one waiting, and not computing.
+            # So that ranks that ask see that this one is waiting and not computing.
             channel.waiting = (_END, began)
             if waited_s > limit_s:
-                channel.stuck_at = call_site()  # this agreement stays open, as a round would
+                channel.stuck_at = call_site()  # this agreement stays open, like a round
                 channel.give_up(_END, limit_s, is_last=True)
         if channel is not None:
             channel.waiting = None
 
     def _revoke(self) -> None:
-        """Have all ranks leave what they wait for."""
+        """Interrupt all ranks that wait in MPI."""
         revoke(self._comm)
         for strategy in self.strategies:
             replica_set_of(strategy).ranks.channel.transport.revoke()
 
     def _without_lost(self) -> Any:
-        """Return a communicator of the ranks that are left. **Collective**."""
+        """Return a communicator of the surviving ranks. **Collective**."""
         return self._comm.Shrink()
 
     def _recover(self, what: str) -> None:
-        """Undo the unit, and connect the ranks that are left. **Collective**."""
+        """Undo the unit, and connect the surviving ranks. **Collective**."""
         from mpi4py import MPI
 
         began, before = time.monotonic(), self._comm
-        # In reverse: an earlier step may be what a later one was based on.
+        # In reverse order, because later steps may depend on earlier ones.
         for undo in reversed(self._undos):
             undo()
         self._forget_actions()
         while True:
             self._revoke()
-            # A rank may die during the recovery as well. Then some rank fails below, all agree on
+            # A rank may also die during the recovery. Then some rank fails below, all agree on
             # that, and all shrink again.
             self._comm = self._without_lost()
             is_well = True
@@ -278,7 +280,7 @@ class ElasticJob:
             if self._agree(is_well):
                 break
         for optimizer in self.optimizers:
-            # Prepared steps hold reductions on the transport that is gone.
+            # Prepared steps hold reductions on the old transport.
             optimizer._prepared.clear()
         if len({number for _, number in of_ranks}) > 1:
             raise CollectiveError(
@@ -296,7 +298,7 @@ class ElasticJob:
 
 
 job = ElasticJob()
-"""That of this process."""
+"""The elastic job of this process."""
 
 
 class ElasticCollectives(Collectives):
@@ -307,41 +309,41 @@ class ElasticCollectives(Collectives):
 
     @property
     def needs_unit(self) -> bool:
-        """Whether no unit runs."""
+        """Whether no unit is running."""
         return not job.is_in_unit
 
     def as_unit(
         self, what: str, function: Callable[[], Any], writes: bool | Sequence[Any] = False
     ) -> Any:
-        """Return what `function` returns, which is repeated after a loss. **Collective**."""
+        """Call `function`, and repeat it after a loss; return its result. **Collective**."""
         return job.run(what, function, writes)
 
     def at_end(self, check: Callable[[], object]) -> None:
-        """Have `check` be called once the unit is done, of which this must be part."""
+        """Call `check` once the running unit is done. There must be one."""
         job.checks.append(check)
 
     def on_commit(self, do: Callable[[], object]) -> None:
-        """Have `do` be called once the unit is over, of which this must be part."""
+        """Call `do` once the running unit is over. There must be one."""
         job.commits.append(do)
 
     def note_variable(self, variable: Any) -> None:
-        """Return `variable` to what it was before a unit that is repeated."""
+        """Restore `variable` before a unit is repeated."""
         job.state.add(variable)
 
     def check_can_copy(self, what: str) -> None:
-        """Refuse to copy `what`, of which a unit that is repeated would not know."""
+        """Raise an error: a repeated unit would not know about a copy of `what`."""
         raise NotImplementedError(f"{what} cannot be copied. Make another one.")
 
     def note_optimizer(self, optimizer: Any) -> None:
-        """Have `optimizer` prepare its steps again after a loss."""
+        """Let `optimizer` prepare its steps again after a loss."""
         job.optimizers.add(optimizer)
-        # A unit that creates it, and is repeated, creates its attributes again.
+        # If the unit that creates it is repeated, it creates the optimizer again.
         on_undo(functools.partial(job.optimizers.discard, optimizer))
 
     def call(
         self, kind: str, name: str | None = None, options: CommunicationOptions | None = None
     ) -> CollectiveCall:
-        """Return the context manager of a collective, which must be part of a unit."""
+        """Return the context manager of a collective, which must be called inside a unit."""
         if not job.is_in_unit and not self.is_closed:
             raise NotImplementedError(
                 f"{kind} is not supported with elastic=True: it could not be repeated after a loss."
@@ -349,7 +351,7 @@ class ElasticCollectives(Collectives):
         return super().call(kind, name, options)
 
     def take_over(self, other: Collectives) -> None:
-        """Have the ranks of `other`, which is not used afterwards."""
+        """Take over the ranks of `other`, which is not used afterwards."""
         other.abandon()
         own = self._unclosed, self.on_close
         vars(self).update(vars(other))

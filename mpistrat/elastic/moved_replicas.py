@@ -1,4 +1,4 @@
-"""Replicas of an elastic strategy, which outlive their rank: values, datasets, the replica set."""
+"""Replicas of an elastic strategy that outlive their rank: values, datasets, the replica set."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpistrat.replicas.replica_set import Make, ReplicaSet
 from mpistrat.values import PerReplica, local_component
 
 _Again = Callable[[Sequence[int]], Sequence[Any]]
-"""Returns the components of some replicas."""
+"""Function that returns the components of some replicas."""
 
 
 class ElasticReplicas(PerReplica[Any]):
@@ -30,7 +30,7 @@ class ElasticReplicas(PerReplica[Any]):
 
     @property
     def values(self) -> tuple[Any, ...]:
-        """The components on this rank, in order of the replicas. Local."""
+        """Components on this rank, in the order of the replicas. Local."""
         self._renew()
         return self._components
 
@@ -39,9 +39,9 @@ class ElasticReplicas(PerReplica[Any]):
         return super()._own()
 
     def _renew(self) -> None:
-        """Have the components of the replicas that this rank has now."""
+        """Get the components of the replicas that this rank has now."""
         ids = self._replica_set.ids
-        # Almost always: the replicas of this rank change only after a loss.
+        # True almost always: the replicas of this rank change only after a loss.
         if ids == self._ids:
             return
         if self._again is None:
@@ -60,12 +60,12 @@ class ElasticReplicas(PerReplica[Any]):
         )
 
     def short_components(self, limit: int) -> dict[int, Any]:
-        """Return the components by replica, none where one takes more than `limit` bytes."""
+        """Return the components by replica; none if one is larger than `limit` bytes."""
         size = max(int(getattr(each, "nbytes", 0)) for each in self._components)
         return dict(zip(self._ids, self._components, strict=True)) if size <= limit else {}
 
     def remember(self, of_all: Callable[[], Mapping[int, Any]]) -> None:
-        """Take the components of other replicas from what `of_all` returns, if it has them."""
+        """Get the components of other replicas from the result of `of_all`, if it has them."""
 
         def again(ids: Sequence[int]) -> list[Any]:
             found = of_all()
@@ -77,7 +77,7 @@ class ElasticReplicas(PerReplica[Any]):
 
 
 class ElasticReplicaSet(ReplicaSet):
-    """The replicas of this rank, which may become more."""
+    """The replicas of this rank, whose number may grow."""
 
     @property
     def _dataset_class(self) -> type[DistributedDataset]:
@@ -88,13 +88,13 @@ class ElasticReplicaSet(ReplicaSet):
         return ElasticReplicas(components, self)
 
     def values_from(self, make: Make) -> Any:
-        """Return what `make` creates, which it is called for again after a loss."""
+        """Return the values that `make` creates. It is called again after a loss."""
         joined = super().values_from(make)
         self.remember(joined, lambda ids: [nests.flatten(each)[0] for each in make(ids)])
         return joined
 
     def remember(self, nest: Any, again: Callable[[Sequence[int]], Sequence[list[Any]]]) -> None:
-        """Have the values in `nest` come from `again`, which returns the leaves of replicas."""
+        """Let values in `nest` call `again` after a loss, which returns the leaves of replicas."""
         found: list[tuple[Sequence[int], Sequence[list[Any]]]] = []
 
         def of_leaf(position: int) -> _Again:
@@ -111,21 +111,21 @@ class ElasticReplicaSet(ReplicaSet):
 
 
 class ElasticDataset(DistributedDataset):
-    """The parts of the replicas that this rank has, also once these are more."""
+    """The parts of the replicas of this rank, whose number may grow."""
 
     def __init__(
         self, parts: Sequence[ReplicaPart], ranks: Collectives, replicas: ElasticReplicaSet
     ) -> None:
         super().__init__(parts, ranks, replicas)
         self._of_replicas = dict(zip(replicas.ids, parts, strict=True))
-        """By replica, the parts of all that this rank has had."""
+        """Parts by replica, for all replicas that this rank has ever had."""
 
     def _part(self, replica: int) -> ReplicaPart:
         known = self._of_replicas.get(replica, self._parts[0])
         of_replica: Any = known.rank_dataset
         if replica not in self._of_replicas:
             of_replica = of_replica.of_replica(replica)
-        # After a loss a replica communicates with the ranks that are left.
+        # After a loss a replica communicates with the surviving ranks.
         part = ReplicaPart(of_replica, known.device, self._replica_set.member(replica))
         self._of_replicas[replica] = part
         return part

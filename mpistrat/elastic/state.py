@@ -1,6 +1,6 @@
-"""State of an elastic job: copies of variables, which a unit is returned to after a loss.
+"""Rollback state of an elastic job: copies of variables, which are restored after a loss.
 
-What replicas return travels as pickle, from one rank of a job to the others: no file gets it.
+Ranks send each other the results of replicas as pickle, which is never written to a file.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from mpistrat.system.units import on_undo
 from mpistrat.variables.variable import device_of, storage_of
 
 _MAX_RESULT = 2**20
-"""Bytes of a value that a replica returns, up to which other ranks keep it."""
+"""Largest size in bytes of a replica's result that other ranks keep."""
 
 _SHORT = 2048
-"""Bytes that each rank sends in any case, where the ranks share no memory."""
+"""Number of bytes that each rank always sends, if the ranks share no memory."""
 _HEAD = struct.Struct("=q")
-"""A length."""
+"""Format of a length."""
 _NUMBERS = struct.Struct("=2q")
-"""The number of a variable, and the bytes of each of its components."""
+"""Format of the number of a variable, and of the size in bytes of each of its components."""
 
 Copies = Sequence[tuple[Array, Array]]
-"""The memory of mirrored variables, and of their copies."""
+"""Pairs of the memory of a mirrored variable and its copy."""
 
 
 class ElasticState:
@@ -45,17 +45,17 @@ class ElasticState:
     def __init__(self) -> None:
         self._mirrored: dict[int, weakref.ref[Any]] = {}
         self._copies: list[tuple[Array, Array]] | None = None
-        """Of all mirrored variables, until there is another one."""
+        """Copies of all mirrored variables; ``None`` once a variable was added or deleted."""
         self._on_read: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._num_on_read = 0
         self._kept: Sequence[bytes] = ()
-        """What each rank has sent at the end of the last unit that has written."""
+        """The bytes that each rank sent at the end of the last unit that wrote variables."""
         self._kept_layout: Layout | None = None
-        """Which replicas each rank had then."""
+        """The replicas of each rank at that time."""
         self._signatures: dict[str, Signature] = {}
 
     def add(self, variable: Any) -> None:
-        """Return `variable` to what it was before a unit that is repeated."""
+        """Restore `variable` before a unit is repeated."""
         if variable.synchronization is VariableSynchronization.ON_READ:
             self._add_on_read(variable)
         else:
@@ -69,7 +69,7 @@ class ElasticState:
             self._mirrored.pop(key, None)
             self._copies = None
 
-        # Weak, or the job would keep every variable of the program alive.
+        # A weak reference, or the job would keep every variable of the program alive.
         self._mirrored[key] = weakref.ref(variable, forget)
         self._copies = None
 
@@ -78,12 +78,12 @@ class ElasticState:
         number = self._num_on_read
         self._num_on_read += 1
         self._on_read[number] = variable
-        # What a replica has that no rank has kept anything of.
+        # The value of a replica for which no rank has kept a component.
         variable._at_first = host_copy(variable._components[0])
         on_undo(functools.partial(setattr, self, "_num_on_read", number))
 
     def copy(self, writes: bool | Sequence[Any]) -> Copies:
-        """Return the memory of all mirrored variables that are written to, with copies."""
+        """Copy the mirrored variables in `writes`, and return their memory with the copies."""
         if not isinstance(writes, bool):
             return [(memory, memory.copy()) for memory in map(storage_of, writes)]
         if not writes:
@@ -93,13 +93,13 @@ class ElasticState:
             arrays = [storage_of(each) for each in found if each is not None]
             self._copies = [(each, each.copy()) for each in arrays]
         else:
-            # The memory of the last copies is used again: a job makes one copy per step.
+            # The memory of the last copies is reused, because a job copies once per step.
             for storage, copy in self._copies:
                 copy[...] = storage
         return self._copies
 
     def restore(self, copies: Copies) -> None:
-        """Have what all variables held before, for the replicas that this rank has now."""
+        """Restore the old values of all variables, for the replicas that this rank has now."""
         for storage, copy in copies:
             # In place, because views of the variable and prepared steps refer to this memory.
             storage[...] = copy
@@ -108,7 +108,7 @@ class ElasticState:
             _restore_components(variable, of_variables.get(number, {}))
 
     def _kept_components(self) -> dict[int, dict[int, bytes]]:
-        """Return what was kept of each SyncOnRead variable, by number and replica."""
+        """Return the kept components of SyncOnRead variables, by variable number and replica."""
         found: dict[int, dict[int, bytes]] = {}
         layout = self._kept_layout
         if layout is None:
@@ -118,17 +118,17 @@ class ElasticState:
             while begin < end:
                 number, size = _NUMBERS.unpack_from(text, begin)
                 begin += _NUMBERS.size
-                # By the layout of that time: ranks send the components without saying whose they
-                # are.
+                # Uses the layout of that time, because ranks send the components without the
+                # numbers of the replicas.
                 for replica in layout.replicas_of(rank):
                     found.setdefault(number, {})[replica] = text[begin : begin + size]
                     begin += size
         return found
 
     def share(self, ranks: Collectives, what: str, result: Any) -> Callable[[], None]:
-        """Send all ranks what one alone has after the unit `what`, and what that has returned.
+        """Exchange this rank's components and results after the unit `what`. **Collective**.
 
-        The function returned keeps what came. **Collective**.
+        Return a function that keeps the received data.
         """
         leaves = [] if result is None else nests.flatten(result)[0]
         values = {i: each for i, each in enumerate(leaves) if isinstance(each, ElasticReplicas)}
@@ -168,7 +168,7 @@ class ElasticState:
 
 
 def _restore_components(variable: Any, of_replicas: Mapping[int, bytes]) -> None:
-    """Have `variable` hold the components of the replicas that this rank has now."""
+    """Set `variable` to the components of the replicas that this rank has now."""
     first, device = variable._at_first.tobytes(), device_of(variable)
     components = [
         np.ndarray(variable.shape, variable.dtype, of_replicas.get(each, first)).copy()
@@ -178,19 +178,19 @@ def _restore_components(variable: Any, of_replicas: Mapping[int, bytes]) -> None
 
 
 def _as_buffers(components: Sequence[Array]) -> tuple[int, Sequence[Any]]:
-    """Return how many bytes each component has, and these bytes."""
+    """Return the size of each component in bytes, and the bytes of all."""
     first = components[0]
     has_buffers = is_on_host(first) and first.dtype.kind in "biufc"
     return first.nbytes, components if has_buffers else [each.tobytes() for each in components]
 
 
 def _end_of_variables(text: bytes) -> int:
-    """Return where the components of variables end in what a rank has sent."""
+    """Return where the components of variables end in the bytes that a rank has sent."""
     return int(_HEAD.size + _HEAD.unpack_from(text)[0])
 
 
 def _components_of(texts: Sequence[bytes], position: int) -> dict[int, Any]:
-    """Return by replica the components of one leaf of what all ranks have returned."""
+    """Return the components of one leaf of the results of all ranks, by replica."""
     found: dict[int, Any] = {}
     for each in texts:
         if of_values := each[_end_of_variables(each) :]:
@@ -199,13 +199,13 @@ def _components_of(texts: Sequence[bytes], position: int) -> dict[int, Any]:
 
 
 def _exchanged(call: Call, signature: Signature, own: bytes) -> list[bytes]:
-    """Return the text of every rank, which agree on `signature`. **Collective**."""
-    # Mostly short: then they travel in the memory of the agreement, or in one message.
+    """Agree on `signature`, and return the bytes of every rank. **Collective**."""
+    # The bytes are mostly few. Then the agreement carries them, or one message.
     transport = call.channel.transport
     joined = np.frombuffer(_HEAD.pack(len(own)) + own, np.uint8)
     piggyback = transport.piggyback if call.channel.checks else None
     room = _SHORT if piggyback is None else piggyback.room
-    # Before the agreement, which then carries the first bytes of every rank.
+    # Attached before the agreement, which then carries the first bytes of every rank.
     if piggyback is not None:
         piggyback.attach(joined[:room])
     call.agree_on(signature)
@@ -222,8 +222,7 @@ def _exchanged(call: Call, signature: Signature, own: bytes) -> list[bytes]:
             row[_HEAD.size : min(stop, room)].tobytes()
             for row, stop in zip(rows, stops, strict=True)
         ]
-        # The same on all ranks, as each has the lengths of all: so all make this second call, or
-        # none.
+        # Every rank knows the lengths of all, so either all ranks make this second call or none.
         if max(stops) > room:
             rest = [max(each - room, 0) for each in stops]
             more = transport.all_gather(joined[room:], rest)

@@ -1,4 +1,4 @@
-"""Connect a communicator: rendezvous of its ranks, its channel, and everything that watches it."""
+"""Connects the ranks of a communicator: waits for them, and opens and watches their channel."""
 
 from __future__ import annotations
 
@@ -61,19 +61,19 @@ _INSTALLED = (
     f"mpistrat {__version__}, order of examples {ORDER_VERSION}, checkpoint format "
     f"{CHECKPOINT_FORMAT_VERSION}, protocol {PROTOCOL_VERSION}"
 )
-"""What must be the same on all ranks."""
+"""Versions that must be the same on all ranks."""
 
 
 _abandoned: list[_Rendezvous] = []
-"""MPI may still write to the memory of those that some ranks never came to."""
+"""Rendezvous that some ranks never reached. MPI may still write to their memory."""
 
 
 class _Rendezvous:
-    """Nonblocking meeting of the ranks of `comm`, of which some may have left the program."""
+    """Nonblocking rendezvous of the ranks of `comm`, some of which may have left the program."""
 
-    # Every version of the package does the same here, or ranks with different ones would hang: a
-    # duplicate, and on it the MAX of three numbers. A rank can poll for as long as it likes, and
-    # MPI can be finalized while others are missing.
+    # Every version of the package must do the same here, or ranks with different versions would
+    # hang: a duplicate, and on it the MAX of three numbers. A rank can poll for any time, and MPI
+    # can be finalized while other ranks are missing.
 
     def __init__(self, comm: MPI.Intracomm, opens: bool, outlives_losses: bool = False) -> None:
         from mpi4py import MPI
@@ -81,18 +81,18 @@ class _Rendezvous:
         own = int.from_bytes(blake2b(_INSTALLED.encode(), digest_size=8).digest(), "big")
         self.rank, self.size = comm.rank, comm.size
         self.of = comm
-        # Where a rank dies in Idup, Open MPI 5 may end the others by a segmentation fault. Shrink
-        # outlives that, but waits for all ranks.
+        # If a rank dies in Idup, other ranks of Open MPI 5 may crash with a segmentation fault.
+        # Shrink survives that, but blocks until all ranks have called it.
         self.comm: MPI.Intracomm
-        """A private duplicate, once all ranks are here."""
+        """Private duplicate, once all ranks have arrived."""
         self._request: MPI.Request
         if outlives_losses:
             shrunk: Any = comm.Shrink()
             self.comm, self._request = shrunk, MPI.REQUEST_NULL
         else:
             self.comm, self._request = comm.Idup()
-        # The MAX shows whether any rank opens a channel, and by the complement whether all versions
-        # are equal.
+        # The MAX shows whether any rank opens a channel. With the complement it also shows whether
+        # all versions are equal.
         self._send = np.array([opens, own, _MASK - own], np.uint64)
         self._receive = np.zeros_like(self._send)
         self._op = MPI.MAX
@@ -100,14 +100,14 @@ class _Rendezvous:
 
     @property
     def has_fewer(self) -> bool:
-        """Whether ranks were lost before all had come, where that is known."""
+        """Whether ranks were lost before all had arrived, as far as that is known."""
         return not self._request and self.comm.size < self.size
 
     def is_done(self) -> bool:
-        """Return whether every rank has come."""
+        """Return whether every rank has arrived."""
         if not self._request.Test():
             return False
-        # Not earlier: the duplicate may be used only once the request of Idup is done (MPI 4.1,
+        # The duplicate may be used only once the request of Idup is complete (MPI 4.1,
         # section 7.4.2).
         if not self._is_reducing:
             self._is_reducing = True
@@ -115,7 +115,10 @@ class _Rendezvous:
         return bool(self._request.Test())
 
     def lost_ranks(self) -> list[int] | None:
-        """Return the ranks that have died, or that others know to; ``None`` where all may come."""
+        """Return the lost ranks, or ``None`` if all may still arrive.
+
+        The list is empty if another rank has revoked the communicator, and no loss is known here.
+        """
         lost = failed_ranks(self.of)
         if not lost and not is_revoked(self.of):
             return None
@@ -125,8 +128,8 @@ class _Rendezvous:
     def is_wanted(self) -> bool:
         """Return whether any rank opens a channel; if not, free the duplicate."""
         is_wanted = bool(self._receive[0])
-        # Free is collective. The maximum is the same on all ranks, so all of them free it, or none
-        # does.
+        # Free is collective. The maximum is the same on all ranks, so either all of them free the
+        # duplicate, or none does.
         if not is_wanted:
             self.comm.Free()
         return is_wanted
@@ -137,7 +140,7 @@ class _Rendezvous:
         if largest == _MASK - smallest:
             return
         facts = [_INSTALLED, str(Path(__file__).parents[1]), platform.node()]
-        # JSON, because ranks with different versions are exactly the case here.
+        # Use JSON, because the ranks may run different versions.
         text = json.dumps(facts).encode()
         found = [json.loads(each) for each in self._all_gather(text)]
         self.comm.Free()
@@ -157,7 +160,7 @@ class _Rendezvous:
         raise error
 
     def _all_gather(self, text: bytes) -> list[bytes]:
-        """Return the bytes of every rank, which need not agree on how to pickle."""
+        """Return the bytes of every rank, without pickle, on whose version ranks may differ."""
         lengths = np.zeros(self.size, np.int64)
         self.comm.Allgather(np.array([len(text)], np.int64), lengths)
         joined = bytearray(int(lengths.sum()))
@@ -168,13 +171,13 @@ class _Rendezvous:
 
 _POLL_S = 0.0002
 _LONG_POLL_S = 0.002
-"""The same after a second, when more than an answer is missing."""
+"""The same after a second, when the wait is longer than that for an answer."""
 
 
 def open_channel(
     comm: MPI.Intracomm, timeout_s: float | None, outlives_losses: bool = False
 ) -> Channel:
-    """Return the channel of `comm`, a fresh one after a `CollectiveError`. **Collective**."""
+    """Return the channel of `comm`, or a new one after a `CollectiveError`. **Collective**."""
 
     def make() -> Channel:
         rendezvous = _Rendezvous(comm, opens=True, outlives_losses=outlives_losses)
@@ -187,23 +190,23 @@ def open_channel(
             )
         return _connected(rendezvous, timeout_s, comm)
 
-    # The channel works on a private duplicate, which lives as long as the communicator.
+    # The channel uses a private duplicate, which lives as long as the communicator.
     channel: Channel = attached(comm, "channel", make, lambda known: known.closed is None)
     return channel
 
 
 def open_last_channel(limit_s: float, has_failed: bool) -> Channel | None:
-    """Return a channel of all ranks for one that ends before it has any. **Collective**."""
-    # It matches the one that the other ranks open for their first strategy. They may never make
-    # one, so this gives up after `limit_s` seconds. Where all of them end, and none has failed,
-    # there is nothing to report, and no channel.
+    """Return a channel of all ranks, for a rank that ends before it has one. **Collective**."""
+    # It matches the channel that the other ranks open for their first strategy. They may never
+    # create one, so this gives up after `limit_s` seconds. If all ranks end and none has failed,
+    # there is nothing to report, and no channel is opened.
     comm = started_world()
     if comm is None or is_attached(comm, "channel"):
         return None
     if has_failed:
         return open_channel(comm, limit_s)
-    # It makes the same calls as the one that `open_channel` makes, so it matches a rank that opens
-    # its first strategy.
+    # This makes the same calls as `open_channel`, so it matches a rank that creates its first
+    # strategy.
     rendezvous = _Rendezvous(comm, opens=False)
     if not _wait_for_all(rendezvous, limit_s) or not rendezvous.is_wanted():
         return None
@@ -216,7 +219,7 @@ def _wait_for_all(
     limit_s: float | None,
     on_long_wait: Callable[[_Rendezvous, float], None] | None = None,
 ) -> bool:
-    """Wait until all ranks have come, and return whether they have within the limit."""
+    """Wait until all ranks have arrived, and return whether they have within the limit."""
     began = time.monotonic()
     remind_at_s = settings_at_the_end().wait_notice_s
     while not rendezvous.is_done():
@@ -242,7 +245,7 @@ def _log_wait(rendezvous: _Rendezvous, waited_s: float) -> None:
 
 
 def _connected(rendezvous: _Rendezvous, timeout_s: float | None, comm: MPI.Intracomm) -> Channel:
-    """Return the channel of the ranks that have met, with all that watches it. **Collective**."""
+    """Return the channel of the ranks that have arrived, and watch it. **Collective**."""
     from mpi4py import MPI
 
     from mpistrat.comm.mpi_transport import MpiTransport
@@ -250,7 +253,7 @@ def _connected(rendezvous: _Rendezvous, timeout_s: float | None, comm: MPI.Intra
     rendezvous.check()
     channel = Channel(MpiTransport(rendezvous.comm), timeout_s)
     channel.is_revoked = functools.partial(is_revoked, comm)
-    attached(comm, "ranks of node", lambda: ranks_of_node(rendezvous.comm))  # known by now
+    attached(comm, "ranks of node", lambda: ranks_of_node(rendezvous.comm))  # already known
     _watch(channel, forget_attached(comm, "channel"))
     forward_over(channel)
     register_channel(channel, MPI.Is_finalized, world_size())
@@ -259,8 +262,11 @@ def _connected(rendezvous: _Rendezvous, timeout_s: float | None, comm: MPI.Intra
 
 
 def open_group(parent: Channel, key: tuple[str, int], ranks: Sequence[int]) -> Channel:
-    """Return the channel of those `ranks` of `parent`, known by `key`. **Collective** there."""
-    # Every rank is in one group, and all groups have as many ranks.
+    """Return the channel of a group of `ranks` of `parent`, cached under `key`. **Collective**.
+
+    All ranks of `parent` must call it, each with its own group.
+    """
+    # Every rank is in one group, and all groups have the same number of ranks.
     known: Channel | None = parent.groups.get(key)
     if known is not None and known.closed is None:
         return known
@@ -274,7 +280,7 @@ def open_group(parent: Channel, key: tuple[str, int], ranks: Sequence[int]) -> C
         from mpistrat.comm.mpi_transport import MpiTransport
 
         of_all: Any = parent.transport
-        # The lowest rank as colour: unique for each group, and known without a message.
+        # Use the lowest rank as the colour: it is unique per group, and needs no message.
         comm = of_all.comm.Split(ranks[0], parent.rank)
         channel = GroupChannel(MpiTransport(comm), parent.timeout_s, parent, ranks)
         _watch(channel, forget)
@@ -285,7 +291,7 @@ def open_group(parent: Channel, key: tuple[str, int], ranks: Sequence[int]) -> C
 
 
 def _watch(channel: Channel, forget: Callable[[], object]) -> None:
-    """Connect `channel` to all that watches it, until it is freed. **Collective**."""
+    """Connect `channel` to its monitors and watchdog, until it is freed. **Collective**."""
     channel.on_failure = on_channel_failure
     if channel.size > 1:
         handlers = {"log": take_lines, "end": _note_end_of_job}
@@ -297,7 +303,7 @@ def _watch(channel: Channel, forget: Callable[[], object]) -> None:
 
 
 def _disconnect(channel: Channel, forget: Callable[[], object]) -> None:
-    """Remove `channel` from all that watches it. **Collective**."""
+    """Disconnect `channel` from its monitors and watchdog. **Collective**."""
     channel.transport.occupancy.on_exit = None
     process.channels.remove(channel)
     forget()
@@ -309,7 +315,7 @@ def _disconnect(channel: Channel, forget: Callable[[], object]) -> None:
 
 
 def _note_end_of_job(channel: Channel, question: Question) -> dict[str, Any]:
-    """Leave a record before another rank ends this process too, from any thread."""
+    """Write the flight record before a different rank ends this process too. From any thread."""
     on_end_of_job(channel, int(question["sender"]))
     channel.is_reported = True
     return {}
@@ -320,19 +326,19 @@ def _connect_peers(channel: Channel, handlers: Mapping[str, Handler]) -> None:
     choices = settings_at_the_end()
     monitor = _own_monitor() if choices.watch else None
     address = None if monitor is None else [*vars(monitor.address).values()]
-    # A secret of this job: a monitor answers only those who know it.
+    # The key is a secret of this job: a monitor answers only those who know it.
     key = os.urandom(16).hex() if channel.rank == 0 else ""
     own = [address, key, choices.checks, keeps_survivors(), not why_not_tolerant()]
     facts = channel.exchange(own)
-    # Any: one launcher that keeps survivors alive sends the signal to ranks on every node.
+    # One such launcher is enough: if it keeps survivors alive, it sends the signal to all nodes.
     if any(keeps for *_, keeps, _ in facts):
         _ignore_notice()
-    # Ranks that check nothing would leave those that do waiting.
+    # All ranks check if one does, because ranks that check would wait for those that do not.
     channel.checks = any(checks for _, _, checks, *_ in facts)
     channel.is_tolerant = all(tolerates for *_, tolerates in facts)
     if channel.is_tolerant:
         channel.transport.occupancy.on_exit = channel.explain_loss
-    # Where sockets are forbidden on any rank, the channel has no peers to ask.
+    # If sockets are forbidden on any rank, the channel has no peers to ask.
     if any(address is None for address, *_ in facts) or monitor is None:
         return
     key = facts[0][1]
@@ -341,15 +347,15 @@ def _connect_peers(channel: Channel, handlers: Mapping[str, Handler]) -> None:
 
 
 def _ignore_notice() -> None:
-    """Survive the signal that mpiexec sends to all ranks when one was killed."""
-    # Its default is to end this process, before it can say which rank was lost.
+    """Ignore the signal that mpiexec sends to all ranks when one was killed."""
+    # By default the signal ends this process before it can report which rank was lost.
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
         signal.signal(signal.SIGUSR1, lambda number, frame: None)
 
 
 def _own_monitor() -> Monitor | None:
-    """Return the monitor of this process, ``None`` where it may have no socket."""
+    """Return the monitor of this process, or ``None`` if it cannot open a socket."""
     if process.monitor is None:
         with contextlib.suppress(OSError):
             process.monitor = Monitor("127.0.0.1" if is_on_one_node() else "")

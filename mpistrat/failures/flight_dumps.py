@@ -1,7 +1,7 @@
-"""Flight dumps: flight records written on SIGUSR2, on an error, or at an unhealthy end.
+"""Flight dumps: write flight records on SIGUSR2, on an error, or if the job does not end well.
 
-On errors they are written only to a folder that is set (``MPISTRAT_FLIGHT_DIR``). A signal asks
-for them, so without the setting they go to the working folder.
+On errors they are written only if ``MPISTRAT_FLIGHT_DIR`` names a folder. On the signal they are
+written even without the setting, to a folder in the working folder.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ _DEFAULT_FOLDER = "mpistrat-flight"
 
 
 class _Dumps:
-    """The records to dump, and the folder."""
+    """Records to dump, and the folder for them."""
 
     def __init__(self) -> None:
         self.members: dict[Channel, Sequence[int]] = {}
-        """For each channel the ranks of its members in the world."""
+        """World ranks of the members of each channel."""
         self.is_installed = False
         self.library: str | None = None
         self.folder: str | None = None
         self.has_failed = False
         self.exit_dump: Path | None = None
         self.previous_handler: Any = None
-        # Reentrant: a signal may interrupt a dump of the same thread.
+        # It is reentrant, because a signal may interrupt a dump of the same thread.
         self.lock = threading.RLock()
 
 
@@ -65,7 +65,7 @@ def install(
     folder: str | None,
     length: int,
 ) -> None:
-    """Dump the flight record of `channel`, of the last `length` collectives, when it is wanted."""
+    """Dump the last `length` collectives of `channel` on a signal, an error or a failed end."""
     channel.flight.resize(length)
     _dumps.folder, _dumps.library = folder, library
     if channel in _dumps.members:
@@ -82,12 +82,12 @@ def install(
 
 
 def forget(channel: Channel) -> None:
-    """Dump the flight record of `channel` no longer."""
+    """Stop dumping the flight record of `channel`."""
     _dumps.members.pop(channel, None)
 
 
 def dump(path: str | os.PathLike[str], channel: Channel, reason: str = "asked for") -> Path:
-    """Write the record of this rank, and return the path of the file."""
+    """Write the flight record of this rank, and return the path of the file."""
     is_watched = channel in _dumps.members
     members = _dumps.members if is_watched else {channel: range(channel.size)}
     target = _path_for(path, members[channel][channel.rank])
@@ -96,13 +96,13 @@ def dump(path: str | os.PathLike[str], channel: Channel, reason: str = "asked fo
 
 
 def on_channel_failure(error: BaseException) -> None:
-    """Dump the records because the ranks have disagreed, or one was missing."""
+    """Dump the records because ranks have disagreed, or a rank was missing."""
     reason = f"{type(error).__name__}: {error}".split("\n")[0]
     _dump_failure(reason)
 
 
 def on_end_of_job(channel: Channel, rank: int) -> None:
-    """Dump the records because `rank` of `channel` aborts the job, from any thread."""
+    """Dump the records because `rank` of `channel` aborts the job. From any thread."""
     if not _dumps.has_failed and _dumps.exit_dump is None:
         members = _dumps.members.get(channel, range(channel.size))
         _dump_failure(f"rank {members[rank]} ends the job")
@@ -125,7 +125,7 @@ def _write(target: Path, members: Mapping[Channel, Sequence[int]], reason: str) 
 
 
 def _dump_by_itself(folder: str, reason: str) -> Path | None:
-    """Dump where the program has not asked: failures are logged, not raised."""
+    """Dump without a call of the program, so log errors and do not raise them."""
     first = next(iter(_dumps.members))
     rank = _dumps.members[first][first.rank]
     target = _path_for(os.path.join(folder, "flight.rank{rank}.json"), rank)
@@ -156,7 +156,7 @@ def _on_uncaught(failure: exit_hooks.Failure) -> None:
 
 
 def _before_last_round() -> None:
-    # Others may end this process soon. The record is removed again if all ends well.
+    # Other ranks may end this process soon. If the job ends well, the record is removed again.
     if _can_dump() and _dumps.folder and not _dumps.has_failed:
         _dumps.exit_dump = _dump_by_itself(_dumps.folder, "left the program")
 
@@ -174,8 +174,8 @@ def _listen() -> None:
     if threading.current_thread() is not threading.main_thread():
         return
     _dumps.previous_handler = signal.getsignal(signal.SIGUSR2)
-    # Python runs handlers between bytecodes of the main thread, which may be inside MPI. The
-    # wake-up descriptor is written to by C, at once.
+    # Python runs handlers between bytecodes of the main thread, which may be inside MPI. But its C
+    # code writes to the wake-up descriptor at once.
     reader, writer = os.pipe()
     # A full pipe must not block the signal handler; Python requires this too.
     os.set_blocking(writer, False)
@@ -191,7 +191,7 @@ def _listen() -> None:
 
 
 def _serve_signals(reader: int) -> None:
-    """Dump for each SIGUSR2, whose number Python writes to the pipe at once."""
+    """Dump on each SIGUSR2. Python writes the number of the signal to the pipe at once."""
     while numbers := os.read(reader, 64):
         if signal.SIGUSR2 in numbers:
             _dump_on_signal()
@@ -215,7 +215,7 @@ def _dump_on_signal() -> None:
 
 
 def _path_for(path: str | os.PathLike[str], rank: int) -> Path:
-    """Return the file of `rank` in the folder `path`, or of a name with ``{rank}`` in it."""
+    """Return the file of `rank`, in the folder `path` or by a name with ``{rank}`` in it."""
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"dump_flight_record: path must be a str or a path, not {path!r}.")
     text = os.fspath(path)
@@ -237,7 +237,7 @@ def _document(
     reason: str,
     stack: Sequence[str],
 ) -> dict[str, Any]:
-    """Return the record of `channels`, each a `_channel_part`, in JSON values, from any thread."""
+    """Return the record of `channels`, each a `_channel_part`, as JSON. From any thread."""
     return {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
@@ -270,7 +270,7 @@ def _stack(thread: int) -> list[str]:
     innermost = frames_of_threads().get(thread)
     if innermost is None:
         return []
-    # Where the thread itself dumps, its innermost frames are of the dump.
+    # If the thread itself dumps, its innermost frames belong to the dump.
     shown = [
         f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}"
         for frame, line in traceback.walk_stack(innermost)
@@ -280,7 +280,7 @@ def _stack(thread: int) -> list[str]:
 
 
 def _replica(channel: Channel) -> dict[str, Any]:
-    """Return the name of the replica whose turn it is, if any."""
+    """Return the name of the running replica, if any."""
     running = channel.running()
     return {} if running is None else {"replica": running[1]}
 
@@ -288,7 +288,7 @@ def _replica(channel: Channel) -> dict[str, Any]:
 def _channel_part(
     channel: dict[str, Any], members: Sequence[int], entries: Iterable[FlightEntry]
 ) -> dict[str, Any]:
-    """Return the part on one channel, for its `Channel.describe`."""
+    """Return the part about one channel; `channel` is the result of `Channel.describe`."""
     part = {"members": rank_spans(members)} | channel
     return part | {"entries": [_entry(each) for each in list(entries)]}
 

@@ -1,4 +1,4 @@
-"""Logs and warnings of all ranks, merged by rank 0 into one standard error."""
+"""Logs and warnings of all ranks, which rank 0 merges on its standard error."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("mpistrat")
 WINDOW_S = 0.3
-"""How long a line waits for the equal line of other ranks."""
+"""How long a line waits for the same line from other ranks."""
 _LAST_LINES_S = 2 * WINDOW_S
-"""How long a rank that ends without further agreement waits for lines of other ranks."""
+"""How long a rank waits for lines of other ranks if it ends without a last round."""
 _MAX_OPEN = 500
 _MAX_QUEUED = 1000
 _MAX_CHARACTERS = 20_000
 _BATCH_BYTES = 2**18
 _ALONE_S = 10.0
-"""How long rank 0 is not asked again after it did not answer."""
+"""Time without new messages to rank 0 after it did not answer."""
 _TURN_S = 0.0002
 _MAX_TURN_S = 0.2
-"""Ranks with equal lines wait for different times, not to reach rank 0 all at once."""
+"""Ranks wait for different times, so that the same line does not reach rank 0 all at once."""
 _FLUSH_LIMIT_S = 3.0
 
 
@@ -55,7 +55,7 @@ def forward_over(channel: Channel) -> None:
     known = _output.channel
     if channel.size == 1 or (known and known.closed is None and known.size > channel.size):
         return
-    # Lines queued for one rank 0 must not be merged with those for another.
+    # Lines that are queued for one rank 0 must not be merged with lines for a different one.
     flush()
     _output.channel = channel
     if _output.forwarder is None:
@@ -67,7 +67,7 @@ def forward_over(channel: Channel) -> None:
 
 
 def stop_over(channel: Channel, others: Iterable[Channel]) -> None:
-    """Forward no more lines over `channel`, but over the largest of `others`, if any."""
+    """Stop forwarding lines over `channel`. Use the largest of `others` from now on, if any."""
     if _output.channel is not channel:
         return
     flush()
@@ -77,11 +77,11 @@ def stop_over(channel: Channel, others: Iterable[Channel]) -> None:
 
 
 def take_lines(channel: Channel, question: Question) -> dict[str, Any]:
-    """Accept lines of another rank of `channel`, if this one still can, from any thread."""
+    """Accept lines of another rank of `channel`, if this rank still can. From any thread."""
     rank = int(question["sender"])
     lines = [Line(str(text), channel, rank) for text in question["lines"]]
     forwarder = _output.forwarder
-    # A sender that no longer waits for the answer has printed the lines itself.
+    # If the sender no longer waits for the answer, it has printed the lines itself.
     if forwarder is None or not question.is_awaited():
         return {"taken": False}
     for line in lines:
@@ -96,16 +96,16 @@ def flush() -> None:
 
 
 def close() -> None:
-    """Print all queued lines, and from now on each line at once."""
-    # Taken away first: a line that is logged from now on is printed at once, and not left in a
-    # queue that nobody empties.
+    """Print all queued lines, and from now on print each line at once."""
+    # Remove the forwarder first, so that a line that is logged from now on is printed at once, and
+    # does not stay in a queue that no thread empties.
     forwarder, _output.forwarder = _output.forwarder, None
     if forwarder is not None:
         forwarder.flush(_FLUSH_LIMIT_S, print_all=True)
 
 
 def print_last(text: str) -> None:
-    """Print `text`, once for all ranks that print it now, and `close`, from any thread."""
+    """Print `text`, once for all ranks that print it now, and `close`. From any thread."""
     _output.put(text)
     flush()
     time.sleep(_LAST_LINES_S)
@@ -113,7 +113,7 @@ def print_last(text: str) -> None:
 
 
 def print_line(text: str, ranks: Iterable[int] = ()) -> None:
-    """Write `text` to standard error, after the names of its ranks, unless it begins with them."""
+    """Write `text` to standard error, and put its ranks in front unless it begins with them."""
     who = rank_list(ranks) if ranks else ""
     label = f"{who}: " if who and not text.startswith(f"{who} ") else ""
     # Standard error may be closed.
@@ -123,7 +123,7 @@ def print_line(text: str, ranks: Iterable[int] = ()) -> None:
 
 
 class _Output:
-    """The output of this process: its channel and its forwarder."""
+    """Output of this process: its channel and its forwarder."""
 
     def __init__(self) -> None:
         self.channel: Channel | None = None
@@ -131,7 +131,7 @@ class _Output:
         self.show_warning: Any = None
 
     def put(self, text: str) -> None:
-        """Print `text` for this rank, now or by the forwarder, from any thread."""
+        """Print `text` for this rank, now or by the forwarder. From any thread."""
         channel, forwarder = self.channel, self.forwarder
         if channel is None:
             print_line(text)
@@ -145,7 +145,7 @@ _output = _Output()
 
 
 class _Handler(logging.Handler):
-    """Prints the records of the ``mpistrat`` logger where the program has no handler for them."""
+    """Prints the records of the ``mpistrat`` logger if the program has no handler for them."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if _has_other_handlers():
@@ -160,34 +160,34 @@ class _Handler(logging.Handler):
 
 @dataclass(frozen=True)
 class Line:
-    """A log record or warning of one rank, of one line of text or several."""
+    """Log record or warning of one rank. Its text may have several lines."""
 
     text: str
     channel: Channel
-    """Of whose ranks `rank` is one."""
+    """Channel in which `rank` is numbered."""
     rank: int
 
 
 class LogForwarder:
-    """A queue of lines, and the thread that prints them or sends them to rank 0."""
+    """Queue of lines, with a thread that prints them or sends them to rank 0."""
 
-    # Lines of channels in which this process is rank 0 are printed here, merged with those that
-    # other ranks send. All others go to rank 0 of their channel; where it does not answer, this
-    # rank prints them.
+    # If this process is rank 0 of a channel, it prints the lines of the channel, merged with the
+    # lines that other ranks send. It sends all other lines to rank 0 of their channel. If that
+    # rank does not answer, this rank prints them.
 
     def __init__(self, channel: Channel) -> None:
         self.channel: Channel | None = channel
-        # Unlike `Queue.put`, its `put` is reentrant: a signal handler may log too.
+        # Unlike `Queue.put`, its `put` is reentrant, because a signal handler may log too.
         self._queue: queue.SimpleQueue[Line | _Mark] = queue.SimpleQueue()
         self._merger = LineMerger(print_line)
         self._num_dropped = 0
-        # Reentrant, because a signal handler that logs may interrupt the thread that has it.
+        # It is reentrant, because a signal handler that logs may interrupt the thread that has it.
         self._lock = threading.RLock()
         self._alone_until = 0.0
         threading.Thread(target=self._work, name="mpistrat-output", daemon=True).start()
 
     def put(self, line: Line) -> None:
-        """Queue a line, from any thread; drop and count it where too many wait."""
+        """Queue a line, or drop and count it if the queue is full. From any thread."""
         if self._queue.qsize() >= _MAX_QUEUED:
             with self._lock:
                 self._num_dropped += 1
@@ -195,7 +195,7 @@ class LogForwarder:
             self._queue.put(line)
 
     def flush(self, limit_s: float, *, print_all: bool) -> None:
-        """Wait until rank 0 has each line so far, and with `print_all` has printed it."""
+        """Wait until rank 0 has all lines so far, and with `print_all` has printed them."""
         mark = _Mark(print_all)
         self._queue.put(mark)
         mark.reached.wait(limit_s)
@@ -205,14 +205,14 @@ class LogForwarder:
             items = self._next_items()
             self._print_or_send([each for each in items if isinstance(each, Line)])
             self._merger.print_due()
-            # After the lines: a mark stands for all lines that were queued before it.
+            # Handle marks after the lines: a mark stands for all lines that were queued before it.
             for mark in (each for each in items if isinstance(each, _Mark)):
                 if mark.print_all:
                     self._merger.print_all()
                 mark.reached.set()
 
     def _next_items(self) -> list[Line | _Mark]:
-        """Return the items of the queue, once there are some or a line here is due."""
+        """Wait for items of the queue, or until a line is due, and return the items."""
         items: list[Line | _Mark] = []
         with contextlib.suppress(queue.Empty):
             items.append(self._queue.get(timeout=self._merger.due_in_s()))
@@ -240,18 +240,18 @@ class LogForwarder:
     def _reaches_rank_0(self, channel: Channel, texts: Sequence[str]) -> bool:
         if channel.peers is None or time.monotonic() < self._alone_until:
             return False
-        # Whatever goes wrong, these lines and the next ones must be printed.
+        # After any error, these lines and the next ones must still be printed.
         with contextlib.suppress(Exception):
             if channel.peers.deliver(texts):
                 return True
-        # Each question to a rank 0 that does not answer costs a time limit, and the queue would
+        # If rank 0 does not answer, each question takes the full time limit, and the queue would
         # fill up.
         self._alone_until = time.monotonic() + _ALONE_S
         return False
 
 
 class _Mark:
-    """A position in the queue, and whether the thread has reached it."""
+    """Position in the queue, and whether the thread has reached it."""
 
     def __init__(self, print_all: bool) -> None:
         self.print_all = print_all
@@ -259,7 +259,7 @@ class _Mark:
 
 
 def _batches(lines: Iterator[Line]) -> Iterator[list[str]]:
-    """Yield the texts, in lists that are short enough for one question to a monitor."""
+    """Yield the lines in lists that are short enough for one question to a monitor."""
     batch: list[str] = []
     num_bytes = 0
     for line in lines:
@@ -273,9 +273,9 @@ def _batches(lines: Iterator[Line]) -> Iterator[list[str]]:
 
 
 class LineMerger:
-    """Prints a line once for all ranks that log it at about the same time; not thread-safe."""
+    """Prints a line once for all ranks that log it at about the same time. Not thread-safe."""
 
-    # A line that one rank repeats is printed as often.
+    # If one rank repeats a line, it is printed each time.
 
     def __init__(
         self,
@@ -288,10 +288,10 @@ class LineMerger:
         self._open: dict[tuple[int, str], list[_Group]] = {}
 
     def add(self, line: Line) -> None:
-        """Add a line, to be printed when it is due."""
-        # A group holds its channel, so the id is not used for a different one meanwhile.
+        """Add a line, which is printed when it is due."""
+        # A group holds its channel, so the id cannot be reused for a different channel meanwhile.
         same = self._open.setdefault((id(line.channel), line.text), [])
-        # A second equal line of one rank is a repetition, and belongs to its own group.
+        # If one rank logs the same line twice, the second one belongs to a separate group.
         group = next((each for each in same if line.rank not in each.ranks), None)
         if group is None:
             group = _Group(line, self._clock() + WINDOW_S)
@@ -302,14 +302,14 @@ class LineMerger:
             self._print_first()
 
     def due_in_s(self) -> float | None:
-        """Return the time until `print_due` has work, ``None`` if never."""
+        """Return the time in seconds until `print_due` has work, or ``None`` if it has none."""
         if not self._order:
             return None
         first = self._order[0]
         return 0.0 if first.is_complete() else max(0.0, first.due_s - self._clock())
 
     def print_due(self) -> None:
-        """Print the lines that have waited long enough, or have come from every rank."""
+        """Print the lines that have waited long enough, or that every rank has logged."""
         while self.due_in_s() == 0:
             self._print_first()
 
@@ -349,7 +349,7 @@ def _set_level() -> None:
 
 
 def _has_other_handlers() -> bool:
-    """Return whether the program prints the records of this logger itself."""
+    """Return whether the program has its own handler for the records of this logger."""
     logger: logging.Logger | None = _logger
     while logger is not None:
         if any(not isinstance(h, _Handler | logging.NullHandler) for h in logger.handlers):
@@ -359,7 +359,7 @@ def _has_other_handlers() -> bool:
 
 
 def _shows_warnings_as_python_does() -> bool:
-    """Return whether nobody (pytest, the program) has replaced `warnings.showwarning`."""
+    """Return whether neither pytest nor the program has replaced `warnings.showwarning`."""
     # `catch_warnings(record=True)` replaces this private name of Python.
     record = getattr(warnings, "_showwarnmsg_impl", None)
     is_recorded = record is not None and not isinstance(record, types.FunctionType)

@@ -1,8 +1,8 @@
-"""Losses of ranks: whether the job can continue without one, and the exit code of a process then.
+"""Losses of ranks: whether the job can continue without one, and how survivors exit.
 
-The end of MPI may wait for a dead rank, so a process ends itself. Python does not tell anybody the
-code with which it is about to exit. So this module notes the codes that the program asks for, and
-where the program has stopped.
+MPI_Finalize may wait for a dead rank, so a surviving process ends itself without it. Python does
+not reveal the code with which it is about to exit. So this module records the exit codes for which
+the program asks, and where the program has stopped.
 """
 
 from __future__ import annotations
@@ -45,34 +45,34 @@ if TYPE_CHECKING:
 _logger = logging.getLogger("mpistrat")
 
 _END_S = 5.0
-"""For MPI to end, which waits for the other ranks."""
+"""Time limit for MPI_Finalize, which waits for the other ranks."""
 _FINALIZE_S = 1.0
-"""The same where ranks are lost, for which it may wait."""
+"""The same if ranks are lost, because it may wait for them."""
 
 _OUTERMOST = ("<module>", "_run_module_as_main")
-"""The outermost code of a program: of a file or of `-c`, and of `-m`."""
+"""Name of the outermost code of a program: for a file or `-c`, and for `-m`."""
 
 _INTERRUPTED = 130
-"""The exit code of a program that Ctrl-C has ended, as shells give it."""
+"""Exit code of a program that Ctrl-C has ended, by the convention of shells."""
 
 
 class _ExitCode:
-    """What is known of the exit code so far."""
+    """Facts about the exit code that are known so far."""
 
     def __init__(self) -> None:
         self.asked: int | None = None
-        """What `sys.exit` or `exit` was called with last, whether that was caught or not."""
+        """Code of the last call of `sys.exit` or `exit`, even if the program caught it."""
         self.failed: int | None = None
-        """The code of an uncaught exception."""
+        """Code of an uncaught exception."""
         self.frame: FrameType | None = None
-        """The outermost frame of the program, which stays where the program has stopped."""
+        """Outermost frame of the program, which shows where the program has stopped."""
 
     def note_exits(self, leave: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `leave`, such as `sys.exit`, as a function that notes its code."""
+        """Return a function that records its code and calls `leave`, such as `sys.exit`."""
 
         def noted(status: Any = None, /) -> Any:
-            # The system keeps the low 8 bits of a number. Python prints anything else but None, and
-            # exits with 1.
+            # The system keeps the low 8 bits of a number. Python prints any other object except
+            # None, and exits with 1.
             is_number = isinstance(status, int)
             self.asked = int(status) & 0xFF if is_number else int(status is not None)
             return leave(status)
@@ -81,16 +81,16 @@ class _ExitCode:
         return noted
 
     def note_failure(self, failure: exit_hooks.Failure) -> None:
-        """Note an uncaught exception."""
+        """Record an uncaught exception."""
         self.failed = _INTERRUPTED if issubclass(failure.kind, KeyboardInterrupt) else 1
 
     def code(self) -> int | None:
-        """Return the exit code of the program, which is over, or ``None`` if it is unknown."""
+        """Return the exit code of the program, which has ended, or ``None`` if it is unknown."""
         if self.failed is not None:
             return self.failed
         if self.frame is not None and _has_returned(self.frame):
-            return 0  # an exit that was asked for before was caught
-        return self.asked  # nothing is asked for by `raise SystemExit(3)`
+            return 0  # the program has caught any earlier exit
+        return self.asked  # `raise SystemExit(3)` is not recorded
 
 
 _known = _ExitCode()
@@ -98,13 +98,16 @@ _is_noting = _is_kept = False
 
 
 def note_exit_code(only_if_tolerant: bool = False) -> None:
-    """Note from now on the code that the program gives; if asked, only where ranks may be lost."""
+    """Record from now on the exit code for which the program asks.
+
+    With `only_if_tolerant`, only in a job that survives the loss of a rank.
+    """
     global _is_noting
     if _is_noting or (only_if_tolerant and why_not_tolerant()):
         return
     _is_noting = True
     sys.exit = _known.note_exits(sys.exit)
-    for name in ("exit", "quit"):  # which `site` makes
+    for name in ("exit", "quit"):  # `site` has created them
         leave = getattr(builtins, name, None)
         if leave is not None:
             setattr(builtins, name, _known.note_exits(leave))
@@ -113,18 +116,18 @@ def note_exit_code(only_if_tolerant: bool = False) -> None:
     while frame is not None and frame.f_back is not None:
         frame = frame.f_back
     if frame is not None and frame.f_code.co_name in _OUTERMOST:
-        _known.frame = frame  # else the program is over already, and this is one of its exit hooks
+        _known.frame = frame  # otherwise the program is over, and this is one of its exit hooks
 
 
 def _has_returned(frame: FrameType) -> bool:
-    """Return whether the code of a frame has come to its end, and was not left by an exception."""
-    # A frame that an exception has left has stopped at an instruction other than a return.
+    """Return whether the code of a frame has returned, and no exception has left it."""
+    # If an exception has left a frame, its last instruction is not a return.
     last = frame.f_lasti
     return last >= 0 and dis.opname[frame.f_code.co_code[last]].startswith("RETURN_")
 
 
 def end_without_mpi() -> None:
-    """Have this process end with the code that the program gives, and not wait for MPI then."""
+    """Make this process end with the exit code of the program, without waiting for MPI."""
     global _is_kept
     note_exit_code()
     if not _is_kept:
@@ -133,8 +136,8 @@ def end_without_mpi() -> None:
 
 
 def _bound_end_of_mpi() -> None:
-    """Have this process end itself if MPI does not end within some seconds. At the end only."""
-    # A rank that is killed in MPI_Finalize of Open MPI may keep the others there forever.
+    """Make this process end itself if MPI does not end within some seconds. Only at the end."""
+    # If a rank is killed in MPI_Finalize of Open MPI, the others may stay there forever.
     code, library = _known.code(), native_library()
     if library is not None:
         library.end_within(int(_END_S * 1000), 1 if code is None else code)
@@ -145,24 +148,26 @@ def _end() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     code, library = _known.code(), native_library()
-    # Only Python knows the code, and before it would end MPI it looks whether that has been done.
+    # If the code is unknown, only Python knows it, so let Python exit. It does not end MPI again,
+    # because it first checks whether MPI has ended.
     is_left = code is None and library is not None and finalize_within(_FINALIZE_S)
     if not (is_left and library.leave_at_exit()):
         os._exit(1 if code is None else code)
 
 
 _PRINT_S = 0.3
-"""For a launcher to read the last line."""
+"""Time for a launcher to read the last line."""
 
 
 def has_proven_tolerance(comm: MPI.Intracomm) -> bool:
-    """Return whether the ranks of `comm` outlive one that dies. **Collective**."""
+    """Return whether the ranks of `comm` survive the death of one of them. **Collective**."""
     return all(not why for why in comm.allgather(why_not_tolerant()))
 
 
 @functools.cache
 def warn_of_intolerance() -> None:
-    """Print once what a lost rank will mean: when one is lost, the launcher ends this rank too."""
+    """Print once that the whole job will end if a rank is lost."""
+    # Print it now: when a rank is lost, the launcher ends this rank too.
     logs.print_line(
         "If a rank of this parameter-server job dies, the whole job ends. Started with Open MPI's "
         f"{FLAG}, it goes on without a worker."
@@ -170,8 +175,8 @@ def warn_of_intolerance() -> None:
 
 
 def leave_out(channel: Channel, lost: Collection[int]) -> None:
-    """Have this process end without the ranks that are `lost`: no last round, no end of MPI."""
-    # MPI_Finalize of Open MPI mostly ends without them too, but sometimes waits for ever.
+    """Make this process end without the `lost` ranks: skip the last round and MPI_Finalize."""
+    # Open MPI's MPI_Finalize usually ends without them too, but sometimes waits forever.
     if channel in process.channels:
         process.channels.remove(channel)
     process.has_left = True
@@ -181,26 +186,26 @@ def leave_out(channel: Channel, lost: Collection[int]) -> None:
 
 
 def outlive_losses() -> None:
-    """Have this process end as its program does, also where ranks are lost at its end."""
+    """Make this process exit with the code of its program, even if ranks are lost at its end."""
     process.outlives_losses = True
     process.when_all_have_ended = _bound_end_of_mpi
     note_exit_code()
 
 
 def find_lost(channel: Channel) -> bool:
-    """Return whether ranks of `channel` are known to be dead, also to MPI alone."""
+    """Return whether ranks of `channel` are known to be dead, even if only MPI knows it."""
     if channel.departures.lost():
         return True
     comm = getattr(channel.transport, "comm", None)
     ranks = [] if comm is None else failed_ranks_now(comm)
     for rank in ranks:
-        # What a monitor has reported says more, and stays.
+        # Keep the report of a monitor, because it says more.
         channel.departures.found.setdefault(rank, Departure("ended", "gone"))
     return bool(ranks)
 
 
 def leave_lost(channel: Channel) -> None:
-    """End the use of `channel` on this rank, as others are lost, and the job without them."""
+    """Stop using `channel` because ranks of it are lost, and end this process without them."""
     if channel in process.channels:
         process.channels.remove(channel)
     ranks = channel.transport.world_ranks
@@ -210,10 +215,10 @@ def leave_lost(channel: Channel) -> None:
 
 @contextlib.contextmanager
 def explained_losses(comm: MPI.Intracomm, what: str) -> Iterator[None]:
-    """Raise a `CollectiveError` where a rank of `comm` dies during `what`, on all that are left."""
+    """Raise a `CollectiveError` on all survivors if a rank of `comm` dies during `what`."""
     try:
         yield
-    except Exception as error:  # also of data that a dead rank has not sent
+    except Exception as error:  # including errors of data that a dead rank has not sent
         ranks = lost_ranks(comm, error)
         if ranks is None and not (ranks := failed_ranks_soon(comm)):
             raise
@@ -225,14 +230,14 @@ def explained_losses(comm: MPI.Intracomm, what: str) -> Iterator[None]:
 
 
 def _end_alone(comm: MPI.Intracomm) -> None:
-    """Have this process end by itself where it has no strategy: the end of MPI would crash."""
+    """Make this process end without MPI_Finalize, which would crash, if it has no strategy."""
     if not process.channels and (lost := failed_ranks_soon(comm)):
         process.lost.update(world_ranks(comm)[rank] for rank in lost)
         end_without_mpi()
 
 
 def loss_error(comm: MPI.Intracomm, ranks: Sequence[int], what: str) -> CollectiveError:
-    """Return the error for the lost `ranks` of `comm`, which are unknown where there are none."""
+    """Return the error for the lost `ranks` of `comm`; an empty list if they are unknown."""
     who = rank_list(ranks) if ranks else "a rank"
     return CollectiveError(
         f"{who} of {comm.size} died, so {what} can never complete on rank {comm.rank}. "
@@ -241,16 +246,16 @@ def loss_error(comm: MPI.Intracomm, ranks: Sequence[int], what: str) -> Collecti
 
 
 def note_lost() -> None:
-    """Have this process, which has made a strategy without lost ranks, end without them too."""
+    """Make this process, which has a strategy without the lost ranks, also end without them."""
     process.lost.update(failed_world_ranks())
     leave_replaced()
-    if process.lost:  # the end of MPI may wait for them, also where they were in no channel
+    if process.lost:  # MPI_Finalize may wait for them, even if they were in no channel
         end_without_mpi()
 
 
 def leave_replaced() -> None:
-    """Drop the channels with lost ranks whose other ranks have a newer one, to end on that."""
-    # Now, not at the end: then the newer one may be closed.
+    """Drop channels with lost ranks if the surviving ranks have a newer channel to end on."""
+    # Do it now, because at the end the newer channel may be closed.
     channels = process.channels
     for channel in channels:
         process.lost.update(
@@ -263,7 +268,7 @@ def leave_replaced() -> None:
 
 
 def _is_replaced(channel: Channel, channels: Sequence[Channel]) -> bool:
-    """Return whether the ranks of `channel` but those that are lost have a newer one."""
+    """Return whether `channel` has lost ranks or an error, and the survivors have a newer one."""
     members = set(channel.transport.world_ranks)
     if not process.lost or not (
         members & process.lost or isinstance(channel.closed, CollectiveError)
@@ -273,12 +278,12 @@ def _is_replaced(channel: Channel, channels: Sequence[Channel]) -> bool:
 
 
 def is_given_up(channel: Channel) -> bool:
-    """Return whether ranks of `channel` have given up its communicator, for none that is newer."""
+    """Return whether ranks have revoked the communicator of `channel`, and have no newer one."""
     return channel.is_revoked() and not _has_newer(channel, process.channels)
 
 
 def _has_newer(channel: Channel, channels: Sequence[Channel]) -> bool:
-    """Return whether the ranks of `channel` but those that are lost have a newer one."""
+    """Return whether the ranks of `channel` that are not lost have a newer open channel."""
     members = set(channel.transport.world_ranks)
     # Channels are registered in the order in which they were opened.
     newer = channels[channels.index(channel) + 1 :]
@@ -289,8 +294,8 @@ def _has_newer(channel: Channel, channels: Sequence[Channel]) -> bool:
 
 
 def leave_without(lost: int, what: str, is_first: bool) -> None:
-    """End this process at once, because nothing can go on without the rank that is `lost`."""
-    # Not by an exception: the end of MPI would wait for that rank.
+    """End this process at once, because it cannot continue without the rank `lost`."""
+    # Do not raise an exception, because MPI_Finalize would wait for that rank.
     if is_first:
         logs.print_line(f"{rank_list([lost])} {what}")
     sys.stdout.flush()

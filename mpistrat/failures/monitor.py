@@ -1,8 +1,8 @@
 """Monitor: TCP server thread that answers for its rank while the rank waits or computes.
 
-MPI cannot tell why a rank is missing. So each rank listens on a TCP socket, which the system serves
-even where the rank is busy or stopped. The ranks of a channel also form a ring: each holds a
-connection to the next one, which breaks when that process dies.
+MPI cannot tell why a rank is missing. So each rank listens on a TCP socket, to which the system
+accepts connections even if the rank is busy or stopped. The ranks of a channel also form a ring:
+each has a connection to the next one, which breaks when that process dies.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from typing import Any
 _MAX_BYTES = 2**20
 _BACKLOG = 512
 _PATIENCE_S = 1.0
-"""How long a question may take to arrive, once it is connected."""
+"""How long a question may take to arrive after the connection is open."""
 _MAX_CALLERS = 64
-"""Connections without a question yet, and fewer where the process may open few files."""
+"""Most connections without a question yet; fewer if the process may open only few files."""
 _FILES_PER_CALLER = 16
-"""Of the files that a process may open, callers take one in so many."""
+"""Such connections take at most 1/16 of the files that the process may open."""
 _STRANGER_BYTES = 2**12
-"""How much is read of a question that does not begin with a known key."""
+"""Most bytes that are read of a question that does not begin with a known key."""
 _PAUSE_S = 0.05
 _BYE = b"bye\n"
-"""Sent to a watcher where a watch ends in good order."""
+"""Sent to a watcher if a watch ends normally."""
 
 
 @dataclass(frozen=True)
 class Address:
-    """The address of the monitor of a rank."""
+    """Address of the monitor of a rank."""
 
     host: str
     port: int
@@ -54,7 +54,7 @@ class Address:
         return connection
 
     def ask(self, question: Mapping[str, Any], limit_s: float) -> dict[str, Any] | None:
-        """Return the answer to `question`, ``None`` where the monitor closes the connection."""
+        """Return the answer to `question`, or ``None`` if the monitor closes the connection."""
         with self.connect(limit_s) as connection:
             connection.sendall(json.dumps(question).encode() + b"\n")
             answer = read_line(connection)
@@ -62,7 +62,7 @@ class Address:
         return found
 
     def watch(self, key: str, limit_s: float) -> socket.socket:
-        """Return a connection that breaks when the process dies, and else ends with a message."""
+        """Return a connection that breaks if the process dies, or else ends with a message."""
         connection = self.connect(limit_s)
         connection.sendall(json.dumps({"key": key, "ask": "watch"}).encode() + b"\n")
         return connection
@@ -81,7 +81,7 @@ def read_line(connection: socket.socket) -> bytes:
 
 @dataclass(frozen=True)
 class Question:
-    """A request of a peer: a JSON object, and the connection it came over."""
+    """A request of a peer: a JSON object, and the connection over which it arrived."""
 
     details: dict[str, Any]
     connection: socket.socket
@@ -91,8 +91,8 @@ class Question:
 
     def is_awaited(self) -> bool:
         """Return whether the peer still waits for the answer."""
-        # A peer that waits has sent nothing more, so there is nothing to read. One that has given
-        # up has closed its end, and `recv` returns no bytes. MSG_PEEK takes nothing away.
+        # A waiting peer has sent nothing more, so there is nothing to read. A peer that has given
+        # up has closed its end, and `recv` returns no bytes. MSG_PEEK leaves bytes in the buffer.
         self.connection.setblocking(False)
         try:
             return bool(self.connection.recv(1, socket.MSG_PEEK))
@@ -110,7 +110,7 @@ def _max_callers() -> int:
 
 
 Handler = Callable[[Question], dict[str, Any]]
-"""Returns the answer to a question, in JSON values; called on the monitor's thread."""
+"""Returns the answer to a question, as JSON values. The monitor calls it on its thread."""
 
 
 @dataclass
@@ -123,9 +123,9 @@ class _Caller:
 
 
 class Monitor:
-    """The monitor of this process, for all its channels: each has a secret and its handlers."""
+    """Monitor of this process, for all its channels. Each channel has a secret and handlers."""
 
-    # It listens on `interface`, an address of this machine; by default on all.
+    # It listens on `interface`, an address of this machine; by default on all of them.
 
     def __init__(self, interface: str = "") -> None:
         self._server = socket.create_server((interface, 0), backlog=_BACKLOG)
@@ -139,17 +139,17 @@ class Monitor:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._server, selectors.EVENT_READ, self._accept)
         # A fork inherits the sockets. If it kept them open, the connections of this rank would not
-        # break when it dies, and nobody would notice.
+        # break when this rank dies, and no other rank would notice.
         os.register_at_fork(after_in_child=self._forget)
         threading.Thread(target=self._serve, name="mpistrat-monitor", daemon=True).start()
 
     def add(self, key: str, handlers: Mapping[str, Handler]) -> None:
-        """Answer questions that come with the secret `key`, by the names of `handlers`."""
+        """Answer questions with the secret `key`. Each handler has the name of its question."""
         self._handlers[key] = handlers
 
     def remove(self, key: str) -> None:
-        """Answer no more questions with `key`, and end the watches that came with it."""
-        # Both at once: a watcher that is added between them would never get an end.
+        """Answer no more questions with `key`, and end its watches."""
+        # Do both under the lock: a watcher that is added in between would never be ended.
         with self._lock:
             self._handlers.pop(key, None)
             watchers = self._watchers.pop(key, [])
@@ -174,8 +174,8 @@ class Monitor:
             if not received:  # the process ended without `announce_exit`
                 on_break()
 
-        # Allowed while the thread of the monitor waits: epoll takes a new descriptor at any time
-        # (epoll_wait(2)).
+        # This is allowed while the monitor's thread waits, because epoll accepts a new descriptor
+        # at any time (epoll_wait(2)).
         self._selector.register(connection, selectors.EVENT_READ, read)
         return is_over
 
@@ -196,7 +196,7 @@ class Monitor:
 
     def _serve(self) -> None:
         while True:
-            # Whatever it received, this thread must serve the next question.
+            # After any error, this thread must still serve the next question.
             with contextlib.suppress(Exception):
                 self._serve_once()
 
@@ -209,7 +209,7 @@ class Monitor:
         try:
             connection, _ = self._server.accept()
         except OSError:
-            time.sleep(_PAUSE_S)  # no files left: the connection stays in the queue
+            time.sleep(_PAUSE_S)  # no file is left, so the connection stays in the queue
             return
         connection.setblocking(False)
         caller = _Caller(connection, time.monotonic() + _PATIENCE_S)
@@ -233,7 +233,7 @@ class Monitor:
         self._answer(caller.connection, bytes(caller.received))
 
     def _begins_with_key(self, caller: _Caller) -> bool:
-        """Return whether a question that is not complete yet, or too long, is of this job."""
+        """Return whether an incomplete question comes from this job and is not too long."""
         if len(caller.received) >= _MAX_BYTES:
             return False
         starts = [json.dumps({"key": key})[:-1].encode() for key in list(self._handlers)]
@@ -246,7 +246,7 @@ class Monitor:
     def _drop_overdue(self) -> None:
         """Close connections whose question is overdue."""
         now = time.monotonic()
-        # In the order in which they have connected, so the first one is due first.
+        # The callers are in the order in which they have connected, so the first is due first.
         while self._callers and (
             self._callers[0].due_s < now or len(self._callers) > _max_callers()
         ):
@@ -257,8 +257,8 @@ class Monitor:
     def _answer(self, connection: socket.socket, question: bytes) -> None:
         try:
             connection.settimeout(_PATIENCE_S)
-            # With the time limit above: a peer that does not read its answer must not hold up all
-            # others.
+            # The time limit above is for a peer that does not read its answer, which must not hold
+            # up all others.
             answer = self._reply(connection, json.loads(question))
             if answer is not None:
                 connection.sendall(json.dumps(answer).encode() + b"\n")
@@ -267,9 +267,9 @@ class Monitor:
             connection.close()  # not from a rank of this job
 
     def _reply(self, connection: socket.socket, question: dict[str, Any]) -> Any:
-        """Return the answer to a question, ``None`` to keep the connection open."""
+        """Return the answer to a question, or ``None`` to keep the connection open."""
         asked = str(question["key"])
-        # In constant time: the port is open to every user of the network.
+        # Compare in constant time, because the port is open to every user of the network.
         found = [each for each in list(self._handlers) if hmac.compare_digest(each, asked)]
         if not found:
             raise KeyError("unknown key")
@@ -277,7 +277,7 @@ class Monitor:
         handlers = self._handlers[key]
         if question["ask"] == "watch":
             with self._lock:
-                # `remove` may have run since the key was found, on a different thread.
+                # A different thread may have called `remove` since the key was found.
                 if key not in self._handlers:
                     raise KeyError("removed just now")
                 self._watchers.setdefault(key, []).append(connection)

@@ -1,4 +1,4 @@
-"""Peers: the other ranks of a channel, asked through their monitors what each is doing."""
+"""Peers: asks the other ranks of a channel, through their monitors, what they are doing."""
 
 from __future__ import annotations
 
@@ -34,28 +34,28 @@ from mpistrat.system.text import rank_list
 _MAX_FRAMES = 4
 
 Answer = dict[str, Any]
-"""JSON: the ``state`` of a rank, and details for `describe_rank_state`."""
+"""JSON values: the ``state`` of a rank, and details for `describe_rank_state`."""
 
 
 class RankState(str, enum.Enum):
-    """The state of a rank that others wait for."""
+    """State of a rank for which others wait."""
 
     HERE = "waiting here"
-    """In the same collective."""
+    """It waits in the same collective."""
     ELSEWHERE = "elsewhere"
-    """In a collective of other ranks."""
+    """It waits in a collective on a different channel."""
     LATE = "late"
-    """Alive, between two collectives."""
+    """It is alive, between two collectives."""
     FINISHED = "finished"
-    """Has left the program."""
+    """It has left the program."""
     STOPPED = "stopped"
     """Its process is suspended."""
     SILENT = "silent"
-    """Its process is there but does not answer."""
+    """Its process exists but does not answer."""
     GONE = "gone"
     """Its process has ended without an exit announcement."""
     UNKNOWN = "unknown"
-    """It cannot be asked."""
+    """This rank cannot ask it."""
 
 
 _NEVER_COMES = (RankState.STOPPED, RankState.SILENT, RankState.GONE)
@@ -72,8 +72,8 @@ def rank_state(channel: Channel, channels: Sequence[Channel], has_left: bool) ->
     }
     others = (each for each in channels if each is not channel and each.waiting is not None)
     waits_elsewhere = next(others, None)
-    # Before `has_left`: ranks that are stuck in one round and have left the program learn by this
-    # which of them is the lowest, and ends the job (`_extra_s` in shutdown.py).
+    # Check this before `has_left`: ranks that are stuck in one round and have left the program
+    # learn by it which of them is the lowest and ends the job (`_extra_s` in shutdown.py).
     if channel.stuck_at is not None:
         return found | {"state": RankState.HERE, "site": channel.stuck_at}
     if channel.waiting is not None:
@@ -124,33 +124,33 @@ def describe_rank_state(found: Answer) -> str:
 
 
 def _is_suspended(pid: int) -> bool:
-    """Return whether a process of this host is stopped by a signal."""
+    """Return whether a signal has stopped a process of this host."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return False
-    # The name of the program, in parentheses, may contain blanks and parentheses itself (proc(5)).
+    # The program name, in parentheses, may itself contain spaces and parentheses (proc(5)).
     return stat.rpartition(")")[2].split()[0] in "Tt"
 
 
 _LIMIT_S = 1.5
 """How long an answer may take."""
 _SHORT_LIMIT_S = 0.3
-"""The same where the answer does not matter."""
+"""The same if the answer does not matter."""
 _AT_ONCE = 16
 _MAX_TURNS = 6
 _POLL_S = 0.5
 """How often to check whether files are finished."""
 _SETTLE_S = 0.5
-"""How long a broken connection is not reported: a launcher that ends the job is faster."""
+"""Wait before reporting a broken connection; a launcher that ends the job is faster."""
 _SHORT_SETTLE_S = 0.02
-"""The same where the launcher ends no job."""
+"""The same if the launcher does not end the job."""
 _FAILURE_S = 1.0
-"""How long a failure is not reported: mostly the next collective shows it, or the rank ends."""
+"""Wait before reporting a failure; usually the next collective shows it, or the rank ends."""
 
 
 class MonitorClient(Peers):
-    """Client of the monitors of `channel`, at `addresses` in rank order."""
+    """Client of the monitors of `channel`. Their `addresses` are in rank order."""
 
     def __init__(self, channel: Channel, key: str, addresses: Sequence[Address]) -> None:
         self._channel = channel
@@ -161,46 +161,46 @@ class MonitorClient(Peers):
         self._is_reporting = False
         """Whether a failure will be reported within `_FAILURE_S`."""
         self._failed_at = -1
-        """The number of collectives before the last failure."""
+        """Number of collectives before the last failure."""
 
     def join(self, monitor: Monitor, handlers: Mapping[str, Handler]) -> None:
-        """Have `monitor` answer for this rank, and watch the next one. **Collective**."""
+        """Let `monitor` answer for this rank, and watch the next rank. **Collective**."""
         channel = self._channel
         monitor.add(self._key, self.handlers() | dict(handlers))
         channel.peers = self
         # Every monitor must know the key before a rank asks with it.
         channel.barrier()
         neighbour = (channel.rank + 1) % channel.size
-        # Where it cannot be watched, it may still be asked.
+        # If the neighbour cannot be watched, it may still be asked.
         with contextlib.suppress(OSError):
             try:
                 connection = self._addresses[neighbour].watch(self._key, _LIMIT_S)
             except ConnectionError:
-                # No firewall refuses within a host: it has died since the barrier.
+                # No firewall refuses connections within a host, so it has died since the barrier.
                 if self._addresses[neighbour].host == socket.gethostname():
                     self.report_loss(neighbour)
                 raise
             self._watch = monitor.watch(connection, lambda: self.report_loss(neighbour))
 
     def leave(self) -> None:
-        """Undo `join`, when all ranks do."""
+        """Undo `join`. All ranks must call it."""
         self._has_left = True
         if process.monitor is not None:
             process.monitor.remove(self._key)
         if self._watch is not None:
-            # The monitor's thread closes the connection when the neighbour ends its side. So
-            # `strategy.close()` returns with the descriptor closed.
+            # The monitor's thread closes the connection when the neighbour ends its side. Wait, so
+            # that the descriptor is closed when `strategy.close()` returns.
             self._watch.wait(_LIMIT_S)
 
     def handlers(self) -> dict[str, Handler]:
-        """Return the handlers of the questions of the other ranks."""
+        """Return the handlers for the questions of other ranks."""
 
-        # The name of a question is its `ask`.
+        # A question names its handler in `ask`.
         def state(question: Question) -> Answer:
             found = rank_state(self._channel, process.channels, process.has_left)
             if "departure" in question.details:
-                # Either this rank has counted the collective that the other one is about to leave,
-                # or it finds the departure right after: the two never miss each other.
+                # Either this rank has already counted the collective that the other one is about to
+                # leave, or it finds the departure right after. So one of the two always notices.
                 channel, number = self._channel, int(question["number"])
                 found["comes"] = channel.departures.offer(
                     int(question["sender"]),
@@ -223,7 +223,7 @@ class MonitorClient(Peers):
     def ask(
         self, rank: int, ask: str = "state", limit_s: float = _LIMIT_S, **details: Any
     ) -> Answer:
-        """Return the answer of `rank`, or the meaning of its silence."""
+        """Return the answer of `rank`, or the state that its silence means."""
         address = self._addresses[rank]
         place = {"pid": address.pid, "host": address.host}
         try:
@@ -231,11 +231,11 @@ class MonitorClient(Peers):
             if answer is not None:
                 return answer
         except ConnectionError:
-            # The system refuses connections to a process that is gone, and resets those it had.
+            # The system refuses connections to a dead process, and resets its open ones.
             return place | {"state": RankState.GONE}
         except TimeoutError:
-            # The system accepts connections for a stopped process too, up to the backlog. So
-            # silence means that the process is there.
+            # The system also accepts connections for a stopped process, up to the backlog. So
+            # silence means that the process exists.
             suspended = address.host == socket.gethostname() and _is_suspended(address.pid)
             return place | {"state": RankState.STOPPED if suspended else RankState.SILENT}
         except (OSError, ValueError):
@@ -247,7 +247,7 @@ class MonitorClient(Peers):
         return [rank for rank in range(len(self._addresses)) if rank != self._channel.rank]
 
     def ask_all(self, ranks: Iterable[int], **details: Any) -> dict[int, Answer]:
-        """Return the answer of each of `ranks`, asked at the same time."""
+        """Ask `ranks` at the same time, and return the answer of each."""
         ranks = list(ranks)
         return dict(
             zip(ranks, _at_once(lambda rank: self.ask(rank, **details), ranks), strict=True)
@@ -259,22 +259,22 @@ class MonitorClient(Peers):
         return bool(answer.get("taken"))
 
     def report_end_of_job(self, limit_s: float) -> None:
-        """Report to every other rank that this one ends the job."""
+        """Report to every other rank that this rank ends the job."""
         self._notify_all("end", limit_s, sender=self._channel.rank)
 
     def _notify_all(self, ask: str, limit_s: float = _SHORT_LIMIT_S, **details: Any) -> None:
-        """Send something to every other rank, whether or not it arrives."""
+        """Send a notice to every other rank. It may get lost."""
         _at_once(lambda rank: self.ask(rank, ask, limit_s, **details), self.others())
 
     def lowest_waiting(self) -> int:
-        """Return the lowest rank that waits in the same collective as this one."""
+        """Return the lowest rank that waits in the same collective as this rank."""
         for rank in range(self._channel.rank):
             if self.waits_here(self.ask(rank)):
                 return rank
         return self._channel.rank
 
     def is_first_to_end(self) -> bool:
-        """Return whether no lower rank has come to the end of the program."""
+        """Return whether no lower rank has reached the end of the program."""
         lower = range(self._channel.rank)
         return all(self.ask(rank)["state"] != RankState.FINISHED for rank in lower)
 
@@ -285,31 +285,31 @@ class MonitorClient(Peers):
         return bool(self.ask(0).get("at_work"))
 
     def wait_for_work(self) -> None:
-        """Wait until no rank is finishing a file, which the end of the job would lose."""
+        """Wait until no rank is finishing a file. The end of the job would lose the file."""
         while is_at_work() or self.is_root_at_work():
             time.sleep(_POLL_S)
 
     def waits_here(self, found: Answer) -> bool:
-        """Return whether the rank of an answer waits in the collective of this one."""
+        """Return whether the rank that answered waits in the same collective as this rank."""
         waits_here: bool = found["state"] == RankState.HERE
         return waits_here and found["sequence"] == self._channel.ledger.sequence
 
     def describe(self, site: str) -> tuple[str, str]:
-        """Return the ranks that this one, at `site`, waits for in words, and a table of all."""
+        """Return, as text, the ranks for which this rank waits at `site`, and a table of all."""
         return self._describe(site, self.ask_all(self.others()))
 
     def describe_rank(self, rank: int) -> str:
-        """Return where one rank is, in words."""
+        """Return, as text, where one rank is."""
         return describe_rank_state(self.ask(rank))
 
     def offer_to_leave(self, site: str, departure: Departure) -> tuple[str, str] | None:
-        """Do `describe`, and keep ranks that are missing from coming; ``None`` without any."""
+        """Do `describe`, and tell missing ranks that this one leaves; ``None`` if all come."""
         channel = self._channel
         details = {"sender": channel.rank, "number": channel.ledger.sequence}
-        # Each answer is also a decision: a rank that says that it comes does not find this
-        # departure, and one that does not finds it before it waits.
+        # Each answer is also a decision. A rank that answers that it comes does not see this
+        # departure; any other rank sees it before it waits.
         found = self.ask_all(self.others(), departure=departure, **details)
-        # A rank that does not answer may arrive after all, and finds that it has been given up.
+        # A rank that does not answer may still arrive. It then finds that this one has given up.
         if all(each.get("comes") for each in found.values()):
             return None
         return self._describe(site, found)
@@ -320,13 +320,13 @@ class MonitorClient(Peers):
         lines: dict[str, list[int]] = {f"waiting here at {site}": [self._channel.rank]}
         for rank in sorted(found, key=lambda rank: rank not in missing):
             lines.setdefault(describe_rank_state(found[rank]), []).append(rank)
-        # Those that are missing come first.
+        # Missing ranks come first.
         ordered = sorted(lines.items(), key=lambda item: not set(item[1]) & set(missing))
         who = rank_list(names(missing)).capitalize() if missing else ""
         return who, "\n".join(f"  {rank_list(names(ranks))}: {line}" for line, ranks in ordered)
 
     def describe_lost(self) -> str:
-        """Return a table of the ranks whose data will never come, empty without any."""
+        """Return a table of the ranks whose data will never arrive; empty if there are none."""
         found = self.ask_all(self.others())
         return "\n".join(
             f"  {rank_list(self._channel.names([rank]))}: {describe_rank_state(each)}"
@@ -338,7 +338,7 @@ class MonitorClient(Peers):
         """Report to every rank that the process of `rank` has died, once that is certain."""
 
         def report() -> None:
-            # A broken connection alone is no proof.
+            # A broken connection does not prove that the process has died.
             if self._has_left or self.ask(rank)["state"] != RankState.GONE:
                 return
             place = self._addresses[rank]
@@ -351,10 +351,10 @@ class MonitorClient(Peers):
             call_later(_SHORT_SETTLE_S if self._channel.is_tolerant else _SETTLE_S, report)
 
     def report_failure(self) -> None:
-        """Report to every other rank, soon, that a function has failed here."""
-        # Not if this rank comes to a collective meanwhile, which shows it too.
-        # Set before `_is_reporting` is looked at: a report that is under way covers this failure
-        # too.
+        """Report to every other rank, after a short wait, that a function has failed here."""
+        # Do not report it if this rank reaches a collective in the meantime, which shows it too.
+        # Set `_failed_at` before checking `_is_reporting`: a pending report also covers this
+        # failure.
         ledger, self._failed_at = self._channel.ledger, self._channel.ledger.sequence
         if self._is_reporting:
             return
@@ -370,7 +370,7 @@ class MonitorClient(Peers):
         call_later(_FAILURE_S, report)
 
     def report_departure(self, departure: Departure, at_once: bool = True) -> None:
-        """Report to every other rank that this one has left the channel."""
+        """Report to every other rank that this rank has left the channel."""
 
         def report() -> None:
             if at_once or not process.has_left:
@@ -379,17 +379,17 @@ class MonitorClient(Peers):
         report() if at_once else call_later(_FAILURE_S, report)
 
     def note_departure(self, rank: int, departure: Departure) -> None:
-        """Have the next collective fail, as `rank` will never come to it, from any thread."""
+        """Make the next collective fail, because `rank` will never reach it. From any thread."""
         self._channel.departures.found.setdefault(rank, departure)
-        # MPI itself ends its waits for a dead rank there. Nothing but this ends a wait in shared
-        # memory.
+        # In a tolerant job MPI itself ends its waits for a dead rank, but waits in shared memory
+        # have to be ended here.
         if departure.act == "ended" and self._channel.is_tolerant:
             self._channel.transport.leave_waits()
 
         def end_if_blocked() -> None:
             if departure.act == "ended":
                 self._channel.departures.listener(rank)
-            # Inside MPI nothing can be raised. The others do the same in their own threads.
+            # Inside MPI no exception can be raised. The other ranks do the same in their threads.
             if not self._channel.is_moving_data():
                 return
             self.wait_for_work()
@@ -403,13 +403,13 @@ class MonitorClient(Peers):
         call_later(settings_at_the_end().exit_grace_s, end_if_blocked)
 
     def _is_first_to_report(self) -> bool:
-        """Return whether this rank prints what all do, where no rank 0 can merge their lines."""
+        """Return whether this rank prints the common line, if there is no rank 0 to merge lines."""
         channel = self._channel
         lost = channel.departures.lost()
         if 0 not in lost:
             return True
         survivors = [rank for rank in range(channel.size) if rank not in lost]
-        # The lowest survivor reports first and tells the others, which still sleep here.
+        # The lowest survivor reports first and tells the others, which are still sleeping here.
         time.sleep(_POLL_S * min(survivors.index(channel.rank), _MAX_TURNS))
         if not channel.is_reported:
             self.report_end_of_job(_SHORT_LIMIT_S)
@@ -419,7 +419,7 @@ class MonitorClient(Peers):
 
 
 def _at_once(do: Callable[[int], Answer], ranks: Sequence[int]) -> Iterable[Answer]:
-    """Return the results of `do` for `ranks`, several of them at the same time."""
+    """Call `do` for several ranks at the same time, and return the results."""
     try:
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             return list(pool.map(do, ranks))

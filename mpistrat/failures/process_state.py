@@ -1,4 +1,4 @@
-"""Process state: the channels, the monitor and the exit of this process."""
+"""Process state: channels, monitor and exit of this process."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from mpistrat.failures.monitor import Monitor
 
 
 class _ProcessState:
-    """The state of this process that the modules of this folder share."""
+    """State of this process that the modules of this folder share."""
 
     def __init__(self) -> None:
         self.channels: list[Channel] = []
-        """Those whose other ranks must learn of the end of this one."""
+        """Channels whose other ranks must learn when this rank ends."""
         self.lost: set[int] = set()
-        """The ranks of the job that are proved dead, as far as this one has to know."""
+        """Ranks of the job that are known to be dead, as far as this rank has to know."""
         self.outlives_losses = False
-        """Whether it ends well where ranks are lost at the end of the program."""
+        """Whether this process ends normally if ranks are lost at the end of the program."""
         self.when_all_have_ended: Callable[[], object] = bool
-        """Called once all ranks are known to have ended well."""
+        """Called once all ranks are known to have ended without failure."""
         self.world_size = 1
-        """How many ranks the job has."""
+        """Number of ranks of the job."""
         self.monitor: Monitor | None = None
         """Answers for this process, once it has a channel with other ranks."""
         self.has_left = False
         """Whether the main program is over."""
         self.is_fork = False
-        """Whether it is a fork of a rank, and not a rank."""
+        """Whether this process is a fork of a rank, and not a rank."""
         self.is_over: Callable[[], bool] = bool
         """Returns whether the transport can no longer be used (MPI is finalized)."""
         self.open_last_channel: Callable[[float, bool], Channel | None] | None = None
@@ -48,17 +48,17 @@ class _ProcessState:
         return not self.is_fork and not self.has_left and not self.is_over()
 
     def _before_fork(self) -> None:
-        # By thread: two threads may fork at the same time.
+        # The pipe is per thread, because two threads may fork at the same time.
         self._fork.pipe = None
-        # The child copies results that lie in shared memory; until then the parent must not go on.
+        # The child copies results that are in shared memory. The parent must wait until it has.
         if any(channel.pool.lends_shared_memory() for channel in self.channels):
             self._fork.pipe = os.pipe()
 
     def _after_fork(self) -> None:
         if self._fork.pipe is not None:
             read, write = self._fork.pipe
-            # Otherwise the read below would wait forever if the new process ends before it has
-            # written.
+            # Close our end. Otherwise the read below would wait forever if the new process ends
+            # before it has written.
             os.close(write)
             os.read(read, 1)  # returns nothing if the new process has ended
             os.close(read)
@@ -69,17 +69,17 @@ class _ProcessState:
             channel.close_in_fork()
         if self._fork.pipe is not None:
             read, write = self._fork.pipe
-            # After the copies: from here on, the parent may write to the shared memory again.
+            # The copies are made, so the parent may now write to the shared memory again.
             os.write(write, b"x")
             os.close(write)
             os.close(read)
 
 
 class _Fork(threading.local):
-    """The fork that a thread is making."""
+    """State of the fork that a thread is making."""
 
     pipe: tuple[int, int] | None = None
-    """Over which the new process reports that it has copied the memory they would share."""
+    """Pipe over which the new process reports that it has copied the shared memory."""
 
 
 process = _ProcessState()

@@ -1,4 +1,4 @@
-"""Failure report: one traceback for the job, folded, and a line for each other cause."""
+"""Failure report: one folded traceback for the job, and a line for each further cause."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MAX_LINES_OF_MESSAGE = 24
 _MAX_CHARACTERS = 2000
 _MAX_OTHERS = 5
 _CPP_FRAMES = "At:"
-"""After an empty line, pybind11 begins with it a list of frames, which are of this package."""
+"""pybind11 begins a list of frames with it, after an empty line. They are of this package."""
 
 
 def describe_failure(
@@ -36,7 +36,7 @@ def describe_failure(
     """
     origin = _origin(error, closed)
     name, reason = type(origin).__name__, text_of(origin)
-    # Two ranks fail alike if they disagree about the same, or fail at the same place.
+    # Two failures are the same if the ranks raise the same disagreement, or fail at the same place.
     same = (
         re.sub(r"rank \d+ of", "rank of", reason) if isinstance(origin, CollectiveError) else site
     )
@@ -64,7 +64,7 @@ def describe_failure(
 
 
 def _origin(error: BaseException, closed: Sequence[BaseException | None]) -> BaseException:
-    """Return the error of `closed` that `error` quotes, as C++ code does that it passes through."""
+    """Return the error of `closed` that `error` quotes, as C++ code quotes errors that it wraps."""
     if isinstance(error, CollectiveError):
         return error
     text = text_of(error)
@@ -77,7 +77,7 @@ def _origin(error: BaseException, closed: Sequence[BaseException | None]) -> Bas
 def format_failure(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> str | None:
-    """Return the traceback as Python prints it, but folded; ``None`` where nothing is to fold."""
+    """Return the folded traceback, or ``None`` if there is nothing to fold."""
     parts = _folded(kind, error, trace)
     if not any(isinstance(each.stack, _FoldedStack) for each in _chain(parts)):
         return None
@@ -85,10 +85,10 @@ def format_failure(
 
 
 class _FoldedStack(traceback.StackSummary):
-    """A stack in which one line stands for frames of this package that follow each other."""
+    """Stack in which one line stands for consecutive frames of this package."""
 
-    # The frames stay in the list. What the program's debugger and loggers see is the exception's
-    # own traceback, which is not touched.
+    # The frames stay in the list. The program's debugger and loggers use the exception's own
+    # traceback, which is not changed.
 
     def __init__(self, frames: Sequence[traceback.FrameSummary]) -> None:
         super().__init__(frames)
@@ -113,17 +113,18 @@ def _folded(
 
 
 def _chain(parts: traceback.TracebackException) -> list[traceback.TracebackException]:
-    """Return an exception with its causes, contexts and, of a group, members."""
+    """Return an exception with its causes, contexts and, for a group, members."""
     inner = [parts.__cause__, parts.__context__, *(getattr(parts, "exceptions", None) or ())]
     return [parts, *(each for one in inner if one is not None for each in _chain(one))]
 
 
 def _fold(parts: traceback.TracebackException, is_explained: bool) -> None:
-    """Fold the frames of this package, those apart where an error arose unexpectedly."""
+    """Fold the frames of this package, except the innermost ones of an unexpected error."""
     frames = list(parts.stack)
     is_ours = _frames_to_fold(frames)
     if frames and is_ours[-1] and not is_explained and not _is_raised(frames[-1]):
-        # Nothing in the package raised it, so its innermost frames may say more than the message.
+        # The package did not raise it on purpose, so its innermost frames may say more than the
+        # message.
         end = len(frames)
         while end and is_ours[end - 1]:
             end -= 1
@@ -144,7 +145,7 @@ def _fold(parts: traceback.TracebackException, is_explained: bool) -> None:
 
 
 def _frames_to_fold(frames: Sequence[traceback.FrameSummary]) -> list[bool]:
-    """Return which frames are of this package, or of Python between two that are."""
+    """Return which frames are of this package, or of Python between two such frames."""
     owners = [code_owners[frame.filename] for frame in frames]
     is_ours = [owner is CodeOwner.PACKAGE for owner in owners]
     last: int | None = None
@@ -165,8 +166,8 @@ def _is_raised(frame: traceback.FrameSummary) -> bool:
 def print_failures(
     reports: Mapping[int, dict[str, Any]], rank: int, size: int, text: str | None, among: str
 ) -> bool:
-    """Print `text`, the traceback of this rank, if it reports for all; return whether it does."""
-    # `reports` are those of `Channel.report`; `among` names the ranks if there are more in the job.
+    """Print `text`, the traceback of this rank, if it reports for all. Return whether it does."""
+    # `reports` come from `Channel.report`; `among` names the ranks if the job has more.
     failed = {other: each for other, each in reports.items() if "failed" in each}
     causes = {other: each for other, each in failed.items() if each["cause"]} or failed
     if text is None or rank != min(causes):

@@ -1,9 +1,9 @@
 """Shutdown: the last rounds of a rank, and one traceback for the whole job.
 
-A rank that returns from the program or dies of an exception takes part in one last round of each
-channel, as ended, so ranks that wait in a collective learn at once that it is gone. When all ranks
-have ended, one of those that failed prints its traceback. A rank that failed and finds the others
-busy ends the job after a grace period.
+A rank that returns from the program, or ends with an exception, takes part in one last round of
+each channel and votes that it has ended. So ranks that wait in a collective learn at once that it
+is gone. When all ranks have ended, one of the failed ranks prints its traceback. If a rank has
+failed and the others are busy, it ends the job after a grace period.
 """
 
 from __future__ import annotations
@@ -37,31 +37,31 @@ _SHORT_TURN_S = 0.3
 _SOON_S = 1.0
 _REPORT_S = 1.0
 _ASK_S = 0.3
-"""How long before its limit a rank asks rank 0, which mostly answers at once."""
+"""How long before its limit a rank asks rank 0, which usually answers at once."""
 _ALONE_S = 60.0
-"""How long a rank that leaves without any strategy waits for others that may yet make one."""
+"""How long a rank that never had a strategy waits for others that may still create one."""
 _PARTING_S = 1.0
-"""The same for one that had strategies with some of the ranks."""
+"""The same for a rank that had strategies with some of the ranks."""
 _NEWS_S = 0.2
-"""For the monitors to tell of a rank that has died."""
+"""Time for the monitors to report a dead rank."""
 _PRINT_S = 0.3
-"""For a launcher to read the last lines: it may drop them where a rank aborts."""
+"""Time for a launcher to read the last lines, which it may drop if a rank aborts."""
 
 
 def install(
     open_last_channel: Callable[[float, bool], Channel | None], abort: Callable[[int], None]
 ) -> None:
-    """Have the other ranks learn of the end of this one, also before there is a strategy."""
-    # `open_last_channel` opens a channel of all ranks within some seconds, for a rank that ends
-    # before it has any, and knows whether it has failed; `abort` ends the job where the others do
-    # not come.
+    """Make sure that other ranks learn when this one ends, even before there is a strategy."""
+    # `open_last_channel` takes a limit in seconds and whether this rank has failed. It opens a
+    # channel of all ranks, for a rank that ends before it has one. `abort` ends the job if the
+    # other ranks do not come.
     process.open_last_channel, process.abort = open_last_channel, abort
     exit_hooks.report_by(_report)
     exit_hooks.at(exit_hooks.Phase.LAST_ROUND, _at_exit)
 
 
 def register_channel(channel: Channel, is_over: Callable[[], bool], world_size: int) -> None:
-    """Have this process take part in the last rounds of `channel` when it ends."""
+    """Let this process take part in the last rounds of `channel` when it ends."""
     if not process.channels:
         process.is_over, process.world_size = is_over, world_size
         note_exit_code(only_if_tolerant=True)
@@ -76,8 +76,8 @@ def _at_exit() -> None:
             _open_last_channel(_ALONE_S)
         if process.channels:
             _end("ended (left the program)", place, {}, None)
-            process.channels = []  # all their ranks have ended
-        # Ranks outside of these channels may still make their first strategy on all ranks, and
+            process.channels = []  # all ranks of these channels have ended
+        # Ranks outside of these channels may still create their first strategy on all ranks, and
         # would wait for this one.
         if not is_alone and _open_last_channel(_PARTING_S):
             _end("ended (left the program)", place, {}, None)
@@ -85,18 +85,18 @@ def _at_exit() -> None:
 
 
 def _open_last_channel(limit_s: float) -> bool:
-    """Report the end to ranks that wait for this one to make their first strategy."""
-    # Where the others do not come, they are ending too, or use strategies on some ranks only.
+    """Report the end to ranks that create their first strategy and wait for this rank."""
+    # If the others do not come, they are ending too, or use strategies on only some ranks.
     if process.open_last_channel is None or process.is_over() or process.lost:
         return False
     return process.open_last_channel(limit_s, False) is not None
 
 
 def _report(failure: exit_hooks.Failure) -> bool:
-    """Have one rank report a failure for all, and return whether one does."""
+    """Let one rank report a failure for all, and return whether one does."""
     if isinstance(failure.error, LaunchError) and not process.channels:
-        # Each rank meets it alone, or all together.
-        # The rank that reports needs a moment: many launchers end all ranks when one has failed.
+        # Either each rank has this error independently, or all have it together. Wait for the rank
+        # that reports it, because many launchers end all ranks when one has failed.
         if failure.error._is_reported_elsewhere:
             time.sleep(_PRINT_S)
         else:
@@ -114,7 +114,7 @@ def _report(failure: exit_hooks.Failure) -> bool:
         if not getattr(failure.error, "_is_reported_elsewhere", False):
             exit_hooks.show(failure, format_failure(*failure))
         return True
-    # An abort ends the process without flushing, and the output before the traceback would be lost.
+    # An abort ends the process without flushing, which would lose the output before the traceback.
     sys.stdout.flush()
     site = failure_site(failure.trace)
     closed = [channel.closed for channel in process.channels]
@@ -135,14 +135,14 @@ def _end_on_channels(
     text: str | None,
     interruption: exit_hooks.Interruption,
 ) -> None:
-    # First: from now on the monitor answers that this rank has left the program.
+    # Set this first: from now on the monitor answers that this rank has left the program.
     process.has_left = True
     losses.leave_replaced()
-    # Before the others learn that this rank has ended, so that rank 0 has all lines in the end.
+    # Flush before the others learn that this rank has ended, so that rank 0 has all lines.
     logs.flush()
-    # The largest group reports: its rank numbers are those that the user knows.
+    # The largest channel reports, because the user knows its rank numbers.
     channels = sorted(process.channels, key=lambda channel: -channel.size)
-    # One open round is enough: see `_LastRound`.
+    # One open round makes all channels stuck: see `_LastRound`.
     stuck = next((channel for channel in channels if channel.stuck_at is not None), None)
     last_rounds = []
     for channel in channels:
@@ -154,14 +154,14 @@ def _end_on_channels(
     limit_s = _grace_s() + _extra_s(channels[0], stuck)
     try:
         ends_alone = not _others_end(last_rounds, text is not None, limit_s, interruption)
-    except BaseException as error:  # of a signal handler, which interrupts the last round
+    except BaseException as error:  # raised by a signal handler, which interrupts the last round
         print_line(f"{type(error).__name__} while waiting for other ranks to end: {text_of(error)}")
         ends_alone = True
     logs.close()
     if ends_alone:
         exit_hooks.finish_work()
         if any(channel.is_reported for channel in channels):
-            # The rank that reported it ends the job, once the others have left their records.
+            # The rank that reported it ends the job, once the others have written their records.
             time.sleep(_REPORT_S)
         else:
             _print_failures(last_rounds[0], text, among)
@@ -173,12 +173,11 @@ def _end_on_channels(
     has_printed = _print_failures(last_rounds[0], text, among)
     if has_printed and among:
         exit_hooks.finish_work()
-        process.abort(1)  # ranks outside its channels would continue and never learn of it
+        process.abort(1)  # ranks outside of its channels would never learn of it
     for channel in channels:
         if not channel.pending:
             channel.transport.drain()
-    # Last: from here on, a broken connection to this process is no news to the rank that watches
-    # it.
+    # Do this last: from here on, the rank that watches this process ignores a broken connection.
     if process.monitor is not None:
         process.monitor.announce_exit()
 
@@ -190,17 +189,17 @@ def _others_end(
     interruption: exit_hooks.Interruption,
 ) -> bool:
     """Wait for the others, and return whether all have ended in time."""
-    # Only a rank that has failed, is stuck or interrupted has a limit, or one that others would
-    # wait for where they make a new communicator; and not while rank 0 is finishing a file.
+    # There is a limit only if this rank has failed, is stuck or was interrupted, or if others wait
+    # for it to create a new communicator. It does not apply while rank 0 is finishing a file.
     since = time.monotonic()
     look_at_s = since + _look_s()
     is_hurried = is_idle = False
-    # A list, because every last round has to be polled, not only the first that is not done.
+    # Build a list, because every last round has to be polled, not only the first unfinished one.
     while [each for each in last_rounds if not each.is_done()]:
         if interruption.is_asked and not is_hurried:
-            # The others have been interrupted too, and will end soon or never.
+            # The other ranks have been interrupted too, and will end soon or never.
             is_hurried, since = True, time.monotonic()
-        # They may be in `Shrink()`, which waits for this rank, and this rank waits for them.
+        # The others may be in `Shrink()`, which waits for this rank while this rank waits for them.
         if not is_hurried and any(losses.is_given_up(each.channel) for each in last_rounds):
             is_hurried, since = True, time.monotonic()
         may_abort = has_failed or is_hurried or any(each.is_stuck for each in last_rounds)
@@ -209,8 +208,8 @@ def _others_end(
         if may_abort and not is_idle and time.monotonic() - since > limit_s - _ASK_S:
             is_idle = not any(_is_root_at_work(each.channel) for each in last_rounds)
             if not is_idle:
-                # Rank 0 is asked again in about a second; a full limit would keep the job for too
-                # long once it has finished.
+                # Ask rank 0 again in about a second. Waiting for a full limit would delay the end
+                # of the job for too long after rank 0 has finished.
                 since = time.monotonic() - limit_s + _TURN_S
         if is_idle and time.monotonic() - since > limit_s:
             return False
@@ -223,41 +222,41 @@ def _others_end(
 
 
 class _LastRound:
-    """The last rounds of this rank on one channel."""
+    """Last rounds of this rank on one channel."""
 
-    # `is_stuck`: a round that timed out or was interrupted is still open, on any channel of this
-    # process, or a rank that was killed will never come to it. It cannot be left, so no other rank
-    # learns of the end over MPI; and ranks that are stuck in different channels would block each
-    # other if they continued.
+    # `is_stuck` means that a round that timed out or was interrupted is still open, on any channel
+    # of this process, or that a killed rank will never reach it. Such a round cannot be left, so
+    # other ranks cannot learn of the end over MPI. If ranks that are stuck in different channels
+    # continued, they would block each other.
 
     def __init__(self, channel: Channel, report: dict[str, Any], is_stuck: bool) -> None:
         self.channel = channel
         self.reports: dict[int, dict[str, Any]] = {channel.rank: report}
-        """By rank, the `Channel.report` of those known to have ended."""
+        """`Channel.report` of each rank that is known to have ended."""
         self.is_stuck = is_stuck
         self._report = report
         self._is_done = False
         self._is_begun = False
         self._has_outlived = False
-        """Whether a rank has ended before this one knew that it has come to the last round."""
+        """Whether a rank has ended before this rank knew that it had reached the last round."""
         self._exchange: Callable[[], list[Any] | None] | None = None
         """Polls for the reports of all ranks, after a round in which they differ."""
         self._since_s = time.monotonic()
         self._has_warned = False
         self.has_explained = False
-        """Whether this rank has said why it ends the job."""
+        """Whether this rank has printed why it ends the job."""
 
     def is_done(self) -> bool:
         """Return whether every rank of the channel is known to have ended."""
         if self._is_done or self.is_stuck or not self._begin():
             return self._is_done
-        # Before the round is tested: with a dead rank it may never end.
+        # Check this before the round, which may never end if a rank is dead.
         if process.outlives_losses and losses.find_lost(self.channel):
             losses.leave_lost(self.channel)
             self._is_done = True
             return True
         if self.channel.departures.lost():
-            # Its process was killed, and a launcher that does nothing about it would wait for ever.
+            # A rank was killed, and a launcher that does not end the job would wait forever.
             if self.channel.closed is None:
                 self.channel.closed = self.channel.departures.error("the end of the program")
             self.is_stuck = True
@@ -268,7 +267,7 @@ class _LastRound:
             if self._has_outlived:
                 self._is_done = True
                 return True
-            # All bring the same, so no rank waits for an exchange of reports.
+            # All ranks vote the same, so no rank waits for an exchange of reports.
             if self.channel.all_ended_well():
                 process.when_all_have_ended()
                 self._is_done = True
@@ -282,16 +281,16 @@ class _LastRound:
         for rank, report in enumerate(reports):
             if report["ended"]:
                 self.reports[rank] = report
-        # Some rank has brought a call. It knows by now that this one has ended, and raises. The
-        # next round shows whether it has ended too.
+        # If not all have ended, some rank has voted for a call. It now knows that this rank has
+        # ended, and raises an error. The next round shows whether it has ended too.
         self._is_done = self.channel.all_ended()
         if not self._is_done:
             self._start()
         return self._is_done
 
     def waits_in_vain(self) -> bool:
-        """Return whether ranks that are stopped or silent have not ended within the time limit."""
-        # Others may work for as long as they like.
+        """Return whether stopped or silent ranks have not ended within the time limit."""
+        # Ranks in any other state may work without a limit.
         channel, waited_s = self.channel, time.monotonic() - self._since_s
         table = "" if channel.peers is None else channel.peers.describe_lost()
         if channel.peers is None or not table or not channel.peers.is_first_to_end():
@@ -309,7 +308,7 @@ class _LastRound:
         return True
 
     def _round_is_done(self) -> bool:
-        """Return whether all have come. Where ranks are lost, others that have may be gone."""
+        """Return whether all ranks have arrived, or have left after a loss."""
         try:
             return self.channel.round_is_done()
         except Exception as error:
@@ -321,7 +320,7 @@ class _LastRound:
             return self._has_outlived
 
     def _begin(self) -> bool:
-        """Start the first round, once no other thread is in a collective of the channel."""
+        """Start the first round as soon as no other thread is in a collective of the channel."""
         if not self._is_begun and self.channel.lock.acquire(blocking=False):
             self._is_begun = True
             # A thread may have left its round open in the meantime.
@@ -341,12 +340,12 @@ def _print_failures(last_round: _LastRound, text: str | None, among: str) -> boo
 
 
 def _is_root_at_work(channel: Channel) -> bool:
-    """Return whether rank 0 is finishing a file, which an abort would lose."""
+    """Return whether rank 0 is finishing a file. An abort would lose the file."""
     return channel.peers is not None and channel.peers.is_root_at_work()
 
 
 def _explain_abort(channels: Sequence[Channel]) -> None:
-    """Print why this rank aborts the job, though it has caught all errors."""
+    """Print why this rank aborts the job although no exception has ended its program."""
     largest = channels[0]
     parted = [each for each in channels if each.stuck_at is not None or each.departures.lost()]
     if not parted and any(losses.is_given_up(each) for each in channels):
@@ -372,28 +371,28 @@ def _explain_abort(channels: Sequence[Channel]) -> None:
 
 
 def _report_abort(channels: Sequence[Channel]) -> None:
-    """Report the abort, so that ranks that fail with this one print nothing and end at once."""
+    """Report the abort, so that other failed ranks print nothing and end at once."""
     for channel in channels:
         if channel.peers is not None:
-            # Time enough for them to write their flight records.
+            # This is enough time for them to write their flight records.
             channel.peers.report_end_of_job(_REPORT_S)
 
 
 def _extra_s(largest: Channel, stuck: Channel | None) -> float:
     """Return how much longer than the grace period this rank waits before it aborts the job."""
-    # Ranks that are stuck in one round cannot reach each other over MPI. The lowest aborts the job
-    # soon, as nothing more can be agreed. The others give it time to.
+    # Ranks that are stuck in one round cannot reach each other over MPI. The lowest one aborts the
+    # job soon, because they cannot agree any more. The others give it time to do so.
     if stuck is None or stuck.peers is None:
         return _TURN_S * min(largest.rank, _MAX_TURNS)
     if stuck.peers.lowest_waiting() < stuck.rank:
         return _TURN_S
-    # Other groups may be stuck at the same time, each with its lowest rank.
+    # Other groups may be stuck at the same time, and each has a lowest rank.
     soon_s = _SOON_S + _SHORT_TURN_S * min(largest.rank, _MAX_TURNS)
     return min(0.0, soon_s - _grace_s())
 
 
 def _look_s() -> float:
-    """Return after how many seconds, again and again, a rank looks why others do not end."""
+    """Return the interval in seconds at which a rank checks why others do not end."""
     return max(settings_at_the_end().wait_notice_s, _TURN_S)
 
 

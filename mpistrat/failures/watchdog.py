@@ -1,10 +1,10 @@
-"""Watchdog: thread that ends the job where a stopped rank holds up data.
+"""Watchdog: thread that ends the job if a stopped rank holds up data.
 
 Ranks that have agreed wait for each other's data without a limit, inside the MPI library, in shared
-memory or on a device, where nothing can be raised. That may rightly take long. After the time limit
-of an agreement the watchdog asks the other ranks, and ends the job if one is suspended or does not
-answer. If a device waits, it aborts the collectives of the device, and the error is raised in the
-thread of the program that waits for them.
+memory or on a device. No exception can be raised there, and a long wait can be correct. After the
+time limit of an agreement the watchdog asks the other ranks, and ends the job if one is suspended
+or does not answer. If a device is waiting, the watchdog aborts the collectives of the device, and
+raises the error in the thread of the program that waits for them.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from mpistrat.system.callsite import site_of_thread
 _LONGEST_TICK_S = 5.0
 _STANDARD_ERROR = 2
 _TICKS = 4
-"""How often to look within the time limit."""
+"""Number of checks within the time limit."""
 
 
 class DeviceWork(Protocol):
-    """Collectives that devices have begun."""
+    """Collectives that are running on devices."""
 
     def waits_since(self) -> float | None:
-        """Return when the oldest of them was begun, by the monotonic clock; ``None`` if none."""
+        """Return when the oldest one began, by the monotonic clock; ``None`` if there is none."""
 
     def abort(self, error: CollectiveTimeoutError) -> None:
-        """End all that have begun, with anything as result; those that follow raise `error`."""
+        """End all running collectives, with undefined results. Later ones raise `error`."""
 
 
 @dataclass
 class _Watched:
-    """A channel, and since when a rank of it has waited for the same data."""
+    """Channel, and the time since which it has waited for the same data."""
 
     channel: Channel
     limit_s: float
@@ -51,7 +51,7 @@ class _Watched:
     device: DeviceWork | None = None
 
     def look(self) -> None:
-        """End the job if the same data has been awaited for longer than the limit."""
+        """End the job if this rank has waited for the same data for longer than the limit."""
         number, now = self.channel.ledger.sequence, time.monotonic()
         if self.device is not None and self._device_waits():
             error = _error_if_stopped(self.channel, self.limit_s, self._device_waits)
@@ -60,7 +60,7 @@ class _Watched:
                 self.device = None
         if not self.channel.is_moving_data():
             self.number = -1
-        # A new collective, so the others have come since. Only a wait in one and the same
+        # This is a new collective, so the others have arrived since. Only a wait within a single
         # collective counts.
         elif self.number != number:
             self.number, self.since_s = number, now
@@ -76,7 +76,7 @@ class _Watched:
 
 
 class _Watchdog:
-    """The thread of this process, for all its channels."""
+    """State of the watchdog thread, which watches all channels of this process."""
 
     def __init__(self) -> None:
         self.watched: list[_Watched] = []
@@ -87,7 +87,7 @@ _watchdog = _Watchdog()
 
 
 def start_watchdog(channel: Channel) -> None:
-    """Watch the data of `channel`, if it has a limit and can ask the other ranks."""
+    """Watch the data of `channel`, if the channel has a limit and can ask the other ranks."""
     if channel.peers is None or channel.timeout_s is None:
         return
     _watchdog.watched.append(_Watched(channel, channel.timeout_s))
@@ -97,15 +97,15 @@ def start_watchdog(channel: Channel) -> None:
 
 
 def watch_device(channel: Channel, device: DeviceWork) -> None:
-    """Watch the collectives that the devices of `channel` do among each other, too."""
+    """Watch also the collectives between the devices of `channel`."""
     for each in _watchdog.watched:
         if each.channel is channel:
             each.device = device
 
 
 def stop_watchdog(channel: Channel) -> None:
-    """Watch the data of `channel` no longer."""
-    # A new list: the thread may be looping over the old one.
+    """Stop watching the data of `channel`."""
+    # Create a new list, because the thread may be looping over the old one.
     _watchdog.watched = [each for each in _watchdog.watched if each.channel is not channel]
 
 
@@ -120,14 +120,14 @@ def _watch() -> None:
 def _error_if_stopped(
     channel: Channel, limit_s: float, waits: Callable[[], bool]
 ) -> CollectiveTimeoutError | None:
-    """Return the error of data that will never arrive, ``None`` if it may."""
+    """Return the error if the data will never arrive, or ``None`` if it may."""
     if channel.peers is None:
         return None
     table = channel.peers.describe_lost()
     if not table:
         return None
     channel.peers.wait_for_work()  # rank 0 may be finishing a file
-    # Asking takes seconds, and the data may have come meanwhile.
+    # Asking takes seconds, and the data may have arrived in the meantime.
     if not waits():
         return None
     site = site_of_thread(channel.thread)
@@ -141,11 +141,11 @@ def _error_if_stopped(
 def _abort(
     channel: Channel, device: DeviceWork, error: CollectiveTimeoutError, limit_s: float
 ) -> None:
-    """Raise `error` where the program waits for `device`, or end this process within the limit."""
-    # The wait must not end before the exception is on its way: the result is wrong.
+    """Raise `error` in the thread that waits for `device`, or end this process at the limit."""
+    # The wait must not end before the exception is pending, because its result is wrong.
     is_raised = raise_in_thread(channel.thread, error)
-    # CuPy aborts NCCL while it holds the interpreter's lock, and NCCL may wait in there for ranks
-    # that are gone. Only a timer in C ends the process then, with the stacks as its last words.
+    # CuPy holds the interpreter's lock while it aborts NCCL, and NCCL may then wait for ranks that
+    # are gone. Only a timer in C can end the process in this case; it prints the stacks first.
     faulthandler.dump_traceback_later(limit_s, exit=True, file=_STANDARD_ERROR)
     device.abort(error)
     faulthandler.cancel_dump_traceback_later()
@@ -156,6 +156,6 @@ def _abort(
 def _end(error: CollectiveTimeoutError) -> None:
     """End this process, which cannot raise `error`."""
     logs.print_last(f"CollectiveTimeoutError: {error}")
-    # The thread of the program is inside MPI or a loop in C, where nothing can be raised.
+    # The thread of the program is inside MPI or a loop in C, where no exception can be raised.
     # `sys.exit` would end only this thread.
     os._exit(1)

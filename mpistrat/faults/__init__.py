@@ -1,4 +1,4 @@
-"""Fault injection: a rank is late, lost or wrong at a named collective."""
+"""Fault injection: delay or kill a rank at a given collective, or corrupt its data."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ _GRAMMAR = (
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault, as specified."""
+    """Specification of one fault."""
 
     kind: str
     """A keyword of the grammar."""
     argument: Any
     """Seconds, bit (``None`` for a sign), exit code or exception; ``None`` for other kinds."""
     rank: int | None
-    """The rank on which it happens; ``None`` for every rank."""
+    """Rank on which it happens; ``None`` for every rank."""
     collective: int | None
-    """The number of the collective, from 1; ``None`` for each of them."""
+    """Number of the collective, from 1; ``None`` for every collective."""
     seed: int
     """Seed of the random numbers of jitter."""
     text: str
-    """The text that it was read from, for messages."""
+    """The text that it was parsed from, for messages."""
 
 
 def _seconds(text: str) -> float:
@@ -75,7 +75,7 @@ def _exception(text: str) -> type[BaseException]:
         raise ValueError
     try:
         found("text")
-    except TypeError:  # its parameters are not one text
+    except TypeError:  # its constructor does not take a single string
         raise ValueError from None
     return found
 
@@ -85,7 +85,7 @@ class _Kind:
     read: Callable[[str], Any] | None = None
     """Parses the argument; ``None`` for a kind without one."""
     default: str | None = None
-    """The default argument; ``None`` where one must be given."""
+    """The default argument; ``None`` if an argument is required."""
     keys: tuple[str, ...] = ("rank", "collective")
     needs_collective: bool = True
 
@@ -167,10 +167,10 @@ _TOO_MANY_BYTES = 2**62
 
 
 def _make_act(fault: Fault, channel: Channel) -> Callable[[], object]:
-    """Return the function that makes `fault` happen to this process once."""
+    """Return a function that makes `fault` happen once in this process."""
     argument = fault.argument
     if fault.kind == "jitter":
-        # Each rank draws its own delays, the same ones in every run.
+        # Each rank draws its own delays, and draws the same ones in every run.
         generator = random.Random(f"{fault.seed} on rank {channel.rank}")
         return lambda: time.sleep(generator.uniform(0, argument))
     acts: dict[str, Callable[[], object]] = {
@@ -195,13 +195,14 @@ def _corrupt_next(channel: Channel, bit: int | None) -> None:
     before = channel.on_received
 
     def corrupt(received: Array) -> None:
-        # Only floats: an integer may be a length or a digest, and would not look like drift.
+        # Corrupt only floats: an integer may be a length or a digest, which would not look like
+        # drift.
         is_floating = received.dtype.kind in "fc" or is_narrow(received.dtype)
         if not received.size or not is_floating:
             return
         numbers = received.reshape(-1)
         bits = numbers.view(np.uint8)
-        # By default the sign of the first number, which no cast rounds away.
+        # The default is the sign of the first number, because no cast rounds it away.
         sign = 8 * numbers.real.itemsize - 1
         place, position = divmod(sign if bit is None else bit, 8)
         bits[place % bits.size] ^= 1 << position
@@ -220,31 +221,33 @@ _logger = logging.getLogger("mpistrat")
 _DEADLY = ("kill", "stop", "_exit")
 
 _from_environment: list[Injection] = []
-"""The injections of the setting into channels of this process."""
+"""Injections that the setting has caused in this process."""
 
 
 class Injection:
-    """One fault on one channel, waiting for its collective.
+    """A fault that waits for its collective on one channel. `inject` returns it.
 
-    A context manager, which takes the fault back at its end.
+    As a context manager it takes the fault back at the end of the ``with`` block.
 
     Parameters
     ----------
     channel : Channel
+        The channel whose collectives are counted.
     fault : Fault
+        The fault to make happen.
     collectives_before : int
-        How many collectives there were before the one that the fault counts as its first.
+        Number of collectives that were made before the fault begins to count.
 
     Attributes
     ----------
     is_done : bool
-        Whether a fault that happens once has happened on this rank.
+        Whether it has happened on this rank, for a fault that happens only once.
 
     Raises
     ------
     ValueError
-        If there is no such rank, the collective is over, or collectives are not counted because
-        the setting ``MPISTRAT_CHECKS`` is off.
+        If there is no such rank, the collective is over, or the setting ``MPISTRAT_CHECKS`` is
+        off, so that collectives are not counted.
 
     Examples
     --------
@@ -306,12 +309,12 @@ class Injection:
         if self._collective is None:
             self._act()
         elif number == self._collective and not self.is_done:
-            # Once: a collective that raised is not counted, so the next one has its number again.
+            # Only once: a collective that raised is not counted, so the next one gets its number.
             self.is_done = True
-            self.remove()  # a channel without faults takes a shorter way
+            self.remove()  # a channel without faults skips the callback
             rank, size = self._channel.rank, self._channel.size
             if self.fault.kind in _DEADLY:
-                close()  # or log lines on their way to rank 0 would be lost
+                close()  # otherwise log lines that are being sent to rank 0 would be lost
             text = self.fault.text
             _logger.warning("rank %d of %d: %r before collective %d", rank, size, text, number)
             self._act()
@@ -321,7 +324,7 @@ class _Listeners(list[Injection]):
     """The `on_collective` callback of a channel with faults."""
 
     def __call__(self, number: int) -> None:
-        # A copy, because an injection removes itself from the list when it is done.
+        # Iterate over a copy, because an injection removes itself from the list when it is done.
         for injection in tuple(self):
             injection._on_collective(number)
 
@@ -333,11 +336,11 @@ def _listeners(channel: Channel) -> _Listeners:
 
 
 def inject_from_environment(channel: Channel) -> None:
-    """Inject the faults of ``MPISTRAT_FAULT``, once, if all ranks are on `channel`."""
-    # A fault with a number happens once per process, though a new channel counts from 1 again.
+    """Inject the faults of ``MPISTRAT_FAULT``, once, if `channel` has all ranks of the job."""
+    # A fault with a number happens once per process, although a new channel counts from 1 again.
     faults = _faults(settings().fault)
     world = started_world() if faults else None
-    # The setting means ranks of the job. A smaller channel numbers its ranks differently.
+    # The setting uses the ranks of the job. A smaller channel numbers its ranks differently.
     if world is not None and world.size != channel.size:
         return
     if any(each._is_on(channel) for each in _from_environment):
@@ -348,5 +351,5 @@ def inject_from_environment(channel: Channel) -> None:
             _from_environment.append(Injection(channel, fault))
 
 
-# Cached, so that the faults of one text are the same objects and those done are recognized.
+# Cached, so that the same text returns the same objects, and finished faults are recognized.
 _faults = functools.lru_cache(read_faults)

@@ -1,4 +1,4 @@
-"""Layers whose computation depends on the strategy, for gradients written by hand."""
+"""Layers whose computation depends on the strategy, for programs with hand-written gradients."""
 
 from mpistrat.layers.batch_norm import BatchNorm
 

@@ -1,4 +1,4 @@
-"""Batch normalization, with the statistics of each replica or of all together."""
+"""Batch normalization, with the statistics of each replica or of all replicas together."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from mpistrat.variables import Variable
 
 @dataclass(frozen=True)
 class Moments:
-    """Mean and (biased) variance of each feature; both 0 where there is no example."""
+    """Mean and (biased) variance of each feature; both are 0 without examples."""
 
     mean: Array
-    """Shape ``(num_features,)``, float64."""
+    """Means, of shape ``(num_features,)`` and dtype float64."""
     variance: Array
-    """Shape ``(num_features,)``, float64."""
+    """Variances, of shape ``(num_features,)`` and dtype float64."""
     count: float | None = None
-    """Number of elements of each feature that they come from; ``None`` for moving averages."""
+    """Number of elements per feature behind these statistics; ``None`` for moving averages."""
 
 
 def along(features: Array, x: Array, axis: int) -> Array:
-    """Return a value per feature so that it broadcasts with `x`, in the dtype of `x`."""
+    """Return one value per feature, reshaped to broadcast with `x`, in the dtype of `x`."""
     shape = [1] * x.ndim
     shape[axis] = -1
     return features.reshape(shape).astype(x.dtype, copy=False)
@@ -52,24 +52,24 @@ def _sum_features(x: Array, axis: int) -> Array:
 
 def local_moments(x: Array, axis: int) -> Moments:
     """Return the moments of this replica's `x`, which may be empty."""
-    # In two passes: the variance is that of what is left after the mean has been taken away.
+    # In two passes: the variance is computed after the mean has been subtracted.
     count = x.size // x.shape[axis]
-    # An empty part has the count 0, and so adds nothing to the sums of all replicas.
+    # An empty part has the count 0, so it adds nothing to the sums over all replicas.
     divisor = max(count, 1)
     mean = _sum_features(x, axis) / divisor
     rounded = mean.astype(x.dtype)
     squares = x - along(rounded, x, axis)
     squares *= squares
-    # The squares are those of distances to the rounded mean. Their mean is too large by the square
-    # of its distance from the mean.
+    # These are squares of distances to the rounded mean. Their mean is too large by the square of
+    # the distance between the rounded and the exact mean.
     variance = _sum_features(squares, axis) / divisor - (mean - rounded) ** 2
-    # Rounding may lead below 0, whose square root would be NaN.
+    # Rounding may lead to a value below 0, whose square root would be NaN.
     return Moments(mean, namespace_of(x).maximum(variance, 0), float(count))
 
 
 def pooled_moments(call: CollectiveCall, local: Moments) -> Moments:
     """Return the moments of all replicas' examples together. **Collective**, one message."""
-    # The variance is right to about `1e-16 * mean**2`.
+    # The error of the variance is about `1e-16 * mean**2`.
     xp = namespace_of(local.mean)
     sums = [local.mean * local.count, (local.variance + local.mean**2) * local.count]
     total, squares, count = call.all_reduce(ReduceOp.SUM, [*sums, xp.asarray(local.count)])
@@ -80,29 +80,29 @@ def pooled_moments(call: CollectiveCall, local: Moments) -> Moments:
 
 @dataclass(frozen=True)
 class Normalization:
-    """What the backward pass needs of the forward pass."""
+    """Data of the forward pass that the backward pass needs."""
 
     normalized: Array
     """The examples with mean 0 and variance 1."""
     scale: Array
     """gamma / standard deviation, shape ``(num_features,)``."""
     count: float | None
-    """That of the moments."""
+    """The count of the moments."""
     dtype: np.dtype
-    """That of the examples."""
+    """The dtype of the examples."""
 
 
 def widened(x: Array) -> Array:
-    """Return `x` in float32 where its dtype is smaller."""
+    """Return `x` in float32 if its dtype is smaller."""
     return x.astype(np.promote_types(x.dtype, np.float32), copy=False)
 
 
 def normalize(
     x: Array, moments: Moments, gamma: Array, beta: Array, epsilon: float, axis: int
 ) -> tuple[Array, Normalization]:
-    """Return ``gamma * (x - mean) / sqrt(variance + epsilon) + beta``, and what it leaves."""
-    # The mean is taken away in two parts: rounded to the dtype of `x`, a large one would be off by
-    # a good part of a standard deviation.
+    """Return ``gamma * (x - mean) / sqrt(variance + epsilon) + beta``, and data for `pull_back`."""
+    # The mean is subtracted in two parts: a large mean, rounded to the dtype of `x`, could be wrong
+    # by a considerable part of a standard deviation.
     wide = widened(x)
     inverse = 1 / namespace_of(x).sqrt(moments.variance + epsilon)
     rounded = moments.mean.astype(wide.dtype)
@@ -121,9 +121,9 @@ def pull_back(
     pool: Callable[[list[Array]], list[Array]],
     axis: int,
 ) -> tuple[Array, Array, Array]:
-    """Return the gradients of the examples, of gamma and of beta; local where `pool` is."""
-    # `pool` turns this replica's sums into those over all examples that the moments come from.
-    # Moving averages do not depend on the examples, so they need none.
+    """Return the gradients of the examples, of gamma and of beta. Local if `pool` is local."""
+    # `pool` turns this replica's sums into sums over all examples that the moments come from.
+    # Moving averages do not depend on the examples, so they need no such sums.
     gradient_y, normalized = widened(gradient_y), saved.normalized
     gradient_beta = _sum_features(gradient_y, axis)
     gradient_gamma = _sum_features(gradient_y * normalized, axis)
@@ -140,7 +140,7 @@ def pull_back(
 
 
 def _check_parameters(num_features: Any, momentum: Any, epsilon: Any, dtype: Any) -> None:
-    """Refuse parameters out of range."""
+    """Raise an error for parameters out of range."""
     as_integer("BatchNorm: num_features", num_features, 1)
     if not 0 <= momentum <= 1:
         raise ValueError(f"BatchNorm: momentum must be in [0, 1], not {momentum}.")
@@ -151,7 +151,7 @@ def _check_parameters(num_features: Any, momentum: Any, epsilon: Any, dtype: Any
 
 
 def _checked_examples(what: str, value: Any, num_features: int, axis: int) -> Array:
-    """Return `value`, examples or a gradient of their shape, as an array."""
+    """Return `value`, which holds examples or a gradient of their shape, as an array."""
     if is_tensor(value):
         raise TypeError(
             f"{what} takes NumPy and CuPy arrays: a PyTorch tensor would lose its graph. Use "
@@ -177,41 +177,42 @@ def _ranks(layer: BatchNorm) -> Collectives:
 class BatchNorm(Trackable):
     """Batch normalization (Ioffe and Szegedy, 2015): ``gamma * (x - mean) / std + beta``.
 
-    In training, mean and variance are those of the replica's own examples, or with `synchronized`
-    those of all replicas' examples, each counted once. The moving averages that inference uses
+    In training, mean and variance come from the replica's own examples. With `synchronized` they
+    come from the examples of all replicas, each counted once. Inference uses moving averages, which
     are SyncOnRead variables: each replica has its own, and a checkpoint holds their mean. Without
-    `synchronized` they differ from replica to replica.
+    `synchronized` they differ between replicas.
 
-    **Collective** in a strategy's scope, because it makes variables.
+    **Collective** in a strategy's scope, because it creates variables.
 
     Parameters
     ----------
     num_features : int
+        Number of features, which is the length of `axis`.
     axis : int
-        Where the features are in the examples. The statistics are over all other axes.
+        Axis of the features in the examples. The statistics are over all other axes.
     momentum : float
-        In [0, 1]: what a moving average keeps of itself in each training step.
+        Weight of the old moving average in each training step, in [0, 1].
     epsilon : float
         Added to the variance.
     synchronized : bool
-        Whether the replicas share their statistics, at one message in each direction.
+        Whether the replicas share their statistics, which costs one message in each direction.
     dtype : dtype
-        Of the variables: a floating one. Examples may have another.
+        Dtype of the variables, which must be floating. Examples may have a different dtype.
     name : str, optional
-        By default ``"batch_norm"``.
+        Name of the layer. Default: ``"batch_norm"``.
 
     Attributes
     ----------
     gamma, beta : Variable
-        Trainable, mirrored, of shape ``(num_features,)``; 1 and 0 at first.
+        Trainable, mirrored, of shape ``(num_features,)``; initially 1 and 0.
     moving_mean, moving_variance : Variable
-        SyncOnRead with aggregation MEAN, of the same shape; 0 and 1 at first. The variance is
+        SyncOnRead with aggregation MEAN, of the same shape; initially 0 and 1. The variance is
         the biased one, divided by the number of elements.
 
     Raises
     ------
     ValueError, TypeError
-        For an argument out of range or of another type.
+        For an argument that is out of range or has the wrong type.
     CollectiveMismatchError
         If the ranks disagree on an argument.
 
@@ -268,36 +269,36 @@ class BatchNorm(Trackable):
     def forward(self, x: Array, training: bool = True) -> tuple[Array, Normalization]:
         """Normalize this replica's examples.
 
-        **Collective** with `synchronized` in training, and in cross-replica context, where the
-        moving averages are read; else **Local**.
+        **Collective** with `synchronized` in training, and in cross-replica context, because that
+        reads the moving averages; else **Local**.
 
         Parameters
         ----------
         x : array
-            Of a floating dtype and two or more axes, `num_features` long along `axis`. May be
-            empty; where no replica has an example, nothing changes.
+            Examples of a floating dtype with two or more axes, of length `num_features` along
+            `axis`. May be empty. If no replica has an example, the moving averages do not change.
         training : bool
-            Whether to use the statistics of the examples, and to let the moving averages follow
-            them. Else those averages are used: inside `Strategy.run` this replica's own, in
-            cross-replica context the mean over replicas.
+            Whether to use the statistics of the examples, and to update the moving averages with
+            them. Otherwise the moving averages are used: inside `Strategy.run` this replica's own,
+            in cross-replica context the mean over replicas.
 
         Returns
         -------
         y : array
-            Of the shape and dtype of `x`.
+            The normalized examples, with the shape and dtype of `x`.
         saved : object
-            For `backward`.
+            Data for `backward`.
 
         Raises
         ------
         ValueError
-            If the shape of `x` does not fit.
+            If the shape of `x` does not match.
         TypeError
-            If `x` is no array of a floating dtype.
+            If `x` is not an array of a floating dtype.
         ContextError
-            In training, outside a function given to `Strategy.run`.
+            In training, outside a function passed to `Strategy.run`.
         CollectiveError
-            Where it is collective and the ranks disagree.
+            If it is collective and the ranks disagree.
         """
         if not training:
             x, averages = self._examples_and_averages(x)
@@ -310,8 +311,7 @@ class BatchNorm(Trackable):
             moments = local_moments(widened(x), self.axis)
         else:
             with collectives.call("BatchNorm.forward", self.name) as call:
-                # Inside of the call, so that an array that is refused on one rank is reported to
-                # all.
+                # Checked inside the call, so that all ranks learn of an invalid array on one rank.
                 x = self._checked("forward", x)
                 moments = pooled_moments(call, local_moments(widened(x), self.axis))
         if moments.count:
@@ -320,7 +320,7 @@ class BatchNorm(Trackable):
         return self._normalized(x, moments)
 
     def _examples_and_averages(self, x: Any) -> tuple[Array, list[Array]]:
-        """Return the checked `x` and the moving averages: collective where reading those is."""
+        """Return the checked `x` and the moving averages. **Collective** if reading them is."""
         averages, owner = [self.moving_mean, self.moving_variance], self.gamma.strategy
         what = f"BatchNorm.forward of {self.name!r}"
         if owner is None or context.mode_for(owner, what) is not context.Kind.CROSS_REPLICA:
@@ -350,25 +350,26 @@ class BatchNorm(Trackable):
         Parameters
         ----------
         saved : object
-            From `forward`.
+            The data that `forward` returned.
         gradient_y : array
-            Gradient of this replica's loss with respect to the `y` of `forward`, of its shape.
+            Gradient of this replica's loss with respect to the `y` of `forward`, in its shape.
 
         Returns
         -------
         gradient_x : array
-            Of the shape and dtype of `x`; with `synchronized` that of all replicas' losses.
+            Gradient with respect to `x`, in its shape and dtype. With `synchronized` it is the
+            gradient of all replicas' losses.
         grads_and_vars : list of (array, Variable)
-            This replica's gradients of gamma and beta, for `apply_gradients` to sum.
+            This replica's gradients of gamma and beta, which `apply_gradients` sums.
 
         Raises
         ------
         ValueError
-            If the shape of `gradient_y` does not fit.
+            If the shape of `gradient_y` does not match.
         TypeError
-            If it is no array of a floating dtype, or `saved` is not from `forward`.
+            If it is not an array of a floating dtype, or `saved` is not from `forward`.
         ContextError, CollectiveError
-            As `forward`, where it is collective.
+            Like `forward`, if it is collective.
         """
         of_averages = isinstance(saved, Normalization) and saved.count is None
         if of_averages or not self.synchronized:
@@ -402,14 +403,14 @@ class BatchNorm(Trackable):
         average.assign_add(step.astype(average.dtype), read_value=False)
 
     def _checked(self, method: str, value: Any) -> Array:
-        """Return `value`, examples or their gradients, as an array on the replica's device."""
+        """Return `value`, examples or gradients, as an array on the replica's device."""
         what = f"BatchNorm.{method} of {self.name!r}"
         array = _checked_examples(what, value, self.num_features, self.axis)
         owner = self.gamma.strategy
         return place(array, Device("cpu") if owner is None else owner.extended.device)
 
     def _collectives(self, method: str) -> Collectives:
-        """Return the collectives of the replica context that this is called in."""
+        """Return the collectives of the current replica context."""
         owner, replica = self.gamma.strategy, get_replica_context()
         if replica is None or owner not in (None, replica.strategy):
             raise ContextError(

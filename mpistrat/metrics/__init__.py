@@ -1,4 +1,4 @@
-"""Metrics: accumulated by each replica alone, summed when the result is read."""
+"""Metrics. Each replica accumulates its own sums; reading the result adds them up."""
 
 from typing import TYPE_CHECKING, NoReturn
 
@@ -24,7 +24,7 @@ __all__ = [
     "from_sums",
 ]
 
-if not TYPE_CHECKING:  # for type checkers, a name that is missing is an error
+if not TYPE_CHECKING:  # so that type checkers still report missing names as errors
 
     def __getattr__(name: str) -> NoReturn:
         from mpistrat.system.migration import missing_name

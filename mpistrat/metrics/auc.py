@@ -1,4 +1,4 @@
-"""AUC metric: the area under a curve over thresholds, from scores in bins."""
+"""AUC metric: the area under a curve over thresholds, computed from binned scores."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ from mpistrat.strategies import get_strategy
 
 
 class AUC(Metric[np.float64]):
-    """The area under the ROC or the precision-recall curve, from scores in bins.
+    """Area under the ROC or the precision-recall curve, computed from binned scores.
 
-    Scores between the same two thresholds count as equal, so the value is exact where scores that
-    differ lie in different bins. NaN where there are no labels of one kind (for ``"PR"``, none
-    that are 1).
+    Scores between the same two thresholds count as equal. So the value is exact if different scores
+    are in different bins. It is NaN if all labels are equal (for ``"PR"``, if no label is 1).
 
     Parameters
     ----------
     num_thresholds : int
-        At least 2; evenly spaced over [0, 1].
+        Number of thresholds, at least 2, evenly spaced over [0, 1].
     curve : str
-        ``"ROC"``, recall over the share of false positives, or ``"PR"``, precision over recall.
+        ``"ROC"``: recall over the false positive rate. ``"PR"``: precision over recall.
     summation_method : str
-        ``"interpolation"`` (for ``"PR"`` that of Davis and Goadrich, 2006), ``"minoring"`` or
-        ``"majoring"``, which take the lower or the higher value of each interval.
+        ``"interpolation"`` (for ``"PR"`` by Davis and Goadrich, 2006), ``"minoring"`` or
+        ``"majoring"``, which use the lower or the higher value of each interval.
     name : str, optional
+        Name of the metric. Default: the class name in lower case.
     thresholds : sequence of float, optional
-        Within [0, 1], instead of `num_thresholds`.
+        Thresholds within [0, 1], instead of `num_thresholds`.
     from_logits : bool
-        Whether scores are logits, whose sigmoid is taken, not probabilities.
+        Whether scores are logits and not probabilities. A sigmoid is then applied to them.
 
     Raises
     ------
     TypeError, ValueError
-        If a parameter has another form.
+        If a parameter has the wrong type or value.
     CollectiveMismatchError
         If the ranks disagree on a parameter.
 
@@ -93,17 +93,18 @@ class AUC(Metric[np.float64]):
         y_true : array, tensor or sequence
             Labels, each 0 or 1, of shape ``(n, ...)``, where n may be 0.
         y_pred : array, tensor or sequence
-            A score in [0, 1] for each of them, or a logit.
+            A score in [0, 1], or a logit, for each label.
         sample_weight : array, tensor, sequence or number, optional
-            Its axes are the *first* of `y_true`, as in `MeanSquaredError`. By default 1.
+            Weights whose axes are the *first* axes of `y_true`, as in `MeanSquaredError`. Default:
+            1.
 
         Raises
         ------
         ValueError
-            If the shapes do not fit, a label is neither 0 nor 1, a score is outside of [0, 1], or
+            If the shapes do not match, a label is neither 0 nor 1, a score is outside [0, 1], or
             in cross-replica context.
         TypeError
-            If an argument holds no real numbers.
+            If an argument does not contain real numbers.
         """
         truth, scores = as_pair("AUC", y_true, y_pred, SAME_SHAPE)
         truth = as_labels("AUC", truth)
@@ -118,7 +119,7 @@ class AUC(Metric[np.float64]):
                 "for logits, or give the softmax's probabilities."
             )
         weights = weights_of(truth, beside_first_axes(sample_weight, truth.ndim)).ravel()
-        # How many thresholds are lower than each score.
+        # The bin of a score is the number of thresholds below it.
         bins = xp.searchsorted(xp.asarray(self._edges), scores.ravel(), side="left")
         truth, length = truth.ravel(), self.num_thresholds + 1
         self._add(
@@ -127,7 +128,7 @@ class AUC(Metric[np.float64]):
         )
 
     def _compute(self, sums: Mapping[str, Any]) -> Any:
-        # Above each threshold, from the lowest on.
+        # Sums over the scores above each threshold, beginning with the lowest.
         right, wrong = (_from_last(sums[what])[1:] for what in ("positives", "negatives"))
         if not right[0] or (self.curve == "ROC" and not wrong[0]):
             return np.float64(np.nan)
@@ -139,7 +140,7 @@ class AUC(Metric[np.float64]):
         return _interpolated_precision(right, right + wrong)
 
     def _area(self, x: np.ndarray, y: np.ndarray) -> Any:
-        """Return the area under points of falling `x`."""
+        """Return the area under points with decreasing `x`."""
         height = {
             "interpolation": (y[:-1] + y[1:]) / 2,
             "minoring": np.minimum(y[:-1], y[1:]),
@@ -152,7 +153,7 @@ _EPSILON = 1e-7
 
 
 def _bin_edges(num_thresholds: Any, thresholds: Any) -> tuple[float, ...]:
-    """Return thresholds, of which the first lies below all scores and the last above."""
+    """Return thresholds, the first of which is below all scores and the last above."""
     if thresholds is None:
         number = as_integer("AUC: num_thresholds", num_thresholds, 2)
         inner = [step / (number - 1) for step in range(1, number - 1)]
@@ -170,7 +171,7 @@ def _one_of(what: str, given: Any, known: tuple[str, ...]) -> str:
 
 
 def _from_last(counts: np.ndarray) -> np.ndarray:
-    """Return for each place the sum of `counts` from there to the end."""
+    """Return for each position the sum of `counts` from there to the end."""
     return np.asarray(np.cumsum(counts[::-1])[::-1])
 
 

@@ -1,4 +1,4 @@
-"""Classification metrics of labels that are 0 or 1: precision, recall and F1."""
+"""Classification metrics for labels 0 and 1: precision, recall and F1."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SAME_SHAPE = "Labels are 0 or 1, with one score each: for classes pass one-hot l
 
 
 class _BinaryCounts(Metric[Any]):
-    """Counts of right and wrong predictions at thresholds: what precision and recall share."""
+    """Counts right and wrong predictions at thresholds: the common part of precision and recall."""
 
     @context.made_in_scope
     def __init__(
@@ -58,16 +58,17 @@ class _BinaryCounts(Metric[Any]):
         y_true : array, tensor or sequence
             Labels, each 0 or 1, of shape ``(n, ...)``, where n may be 0.
         y_pred : array, tensor or sequence
-            A score for each of them. Higher ones than the threshold are positive predictions.
+            A score for each label. Scores above the threshold are positive predictions.
         sample_weight : array, tensor, sequence or number, optional
-            Its axes are the *first* of `y_true`, as in `MeanSquaredError`. By default 1.
+            Weights whose axes are the *first* axes of `y_true`, as in `MeanSquaredError`. Default:
+            1.
 
         Raises
         ------
         ValueError
-            If the shapes do not fit, a label is neither 0 nor 1, or in cross-replica context.
+            If the shapes do not match, a label is neither 0 nor 1, or in cross-replica context.
         TypeError
-            If an argument holds no real numbers.
+            If an argument does not contain real numbers.
         """
         kind = type(self).__name__
         truth, scores = as_pair(kind, y_true, y_pred, SAME_SHAPE)
@@ -90,23 +91,24 @@ class _BinaryCounts(Metric[Any]):
 
 
 class Precision(_BinaryCounts):
-    """The share of positive predictions that are right: ``TP / (TP + FP)``; 0 without any.
+    """Fraction of positive predictions that are right: ``TP / (TP + FP)``; 0 without any.
 
     Parameters
     ----------
     thresholds : float or sequence of float, optional
-        Scores above it are positive predictions. Of several, `result` is an array. By default 0.5,
-        with `top_k` none.
+        Scores above it are positive predictions. For several thresholds `result` is an array.
+        Default: 0.5; with `top_k`, no threshold.
     top_k : int, optional
-        Only the `k` highest scores of each example, along the last axis, are positive.
+        Only the `top_k` highest scores of each example, along the last axis, are positive.
     class_id : int, optional
-        Look at this class alone, by its place on the last axis.
+        Count only this class, given by its index on the last axis.
     name : str, optional
+        Name of the metric. Default: the class name in lower case.
 
     Raises
     ------
     TypeError, ValueError
-        If a parameter has another form.
+        If a parameter has the wrong type or value.
     CollectiveMismatchError
         If the ranks disagree on a parameter.
 
@@ -124,7 +126,7 @@ class Precision(_BinaryCounts):
 
 
 class Recall(_BinaryCounts):
-    """The share of positive labels that are predicted: ``TP / (TP + FN)``; 0 without any.
+    """Fraction of positive labels that are predicted: ``TP / (TP + FN)``; 0 without any.
 
     Parameters
     ----------
@@ -134,7 +136,7 @@ class Recall(_BinaryCounts):
     Raises
     ------
     TypeError, ValueError
-        If a parameter has another form.
+        If a parameter has the wrong type or value.
     CollectiveMismatchError
         If the ranks disagree on a parameter.
 
@@ -155,26 +157,27 @@ _AVERAGES = (None, "micro", "macro", "weighted")
 
 
 class F1(SumsByUpdate):
-    """The harmonic mean of precision and recall: ``2 TP / (2 TP + FP + FN)``; 0 without any.
+    """Harmonic mean of precision and recall: ``2 TP / (2 TP + FP + FN)``; 0 without any.
 
-    Labels of shape ``(n,)`` are those of two classes, and have one value. Labels of shape ``(n,
-    classes)`` have a value for each class, or their average.
+    Labels of shape ``(n,)`` distinguish two classes, and the result is one number. For labels of
+    shape ``(n, classes)`` it is a value for each class, or their average.
 
     Parameters
     ----------
     average : str, optional
-        ``None`` for the value of each class, ``"micro"`` for that of all labels together,
+        ``None`` for the value of each class, ``"micro"`` for the value of all labels together,
         ``"macro"`` for the mean over the classes, or ``"weighted"`` for the mean weighted by the
         number of labels. A class without labels and predictions counts as 0.
     threshold : float, optional
-        Scores above it are positive predictions. By default 0.5 for labels of shape ``(n,)``, and
-        the highest score of each example, the first among equals, for the others.
+        Scores above it are positive predictions. Default: 0.5 for labels of shape ``(n,)``;
+        otherwise the highest score of each example, the first among equals, is the prediction.
     name : str, optional
+        Name of the metric. Default: the class name in lower case.
 
     Raises
     ------
     TypeError, ValueError
-        If a parameter has another form.
+        If a parameter has the wrong type or value.
     CollectiveMismatchError
         If the ranks disagree on a parameter.
 
@@ -208,16 +211,16 @@ class F1(SumsByUpdate):
         y_true : array, tensor or sequence
             Labels, each 0 or 1, of shape ``(n,)`` or ``(n, classes)``, where n may be 0.
         y_pred : array, tensor or sequence
-            A score for each of them.
+            A score for each label.
         sample_weight : array, tensor, sequence or number, optional
-            A weight for each example, shape ``(n,)``. By default 1.
+            A weight for each example, shape ``(n,)``. Default: 1.
 
         Raises
         ------
         ValueError
-            If the shapes do not fit, a label is neither 0 nor 1, or in cross-replica context.
+            If the shapes do not match, a label is neither 0 nor 1, or in cross-replica context.
         TypeError
-            If an argument holds no real numbers.
+            If an argument does not contain real numbers.
         """
 
         def compute() -> dict[str, Array]:
@@ -271,7 +274,7 @@ def _thresholds(kind: str, given: Any) -> float | tuple[float, ...] | None:
 
 
 def as_labels(kind: str, truth: Array) -> Array:
-    """Return labels, each 0 or 1, as bools."""
+    """Return labels, which must be 0 or 1, as bools."""
     check_real("y_true", truth)
     if truth.dtype != np.bool_ and not bool(((truth == 0) | (truth == 1)).all()):
         raise ValueError(

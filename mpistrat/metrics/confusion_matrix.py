@@ -1,4 +1,4 @@
-"""Confusion matrix metric, and the intersection over union that follows from it."""
+"""Confusion matrix metric, and the intersection over union computed from it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _Result = TypeVar("_Result")
 
 
 class _PairCounts(Metric[_Result]):
-    """Counts of pairs of classes, the true and the predicted one."""
+    """Counts pairs of true and predicted class."""
 
     @context.made_in_scope
     def __init__(self, num_classes: int, name: str | None = None) -> None:
@@ -62,20 +62,22 @@ class _PairCounts(Metric[_Result]):
 
 
 class ConfusionMatrix(_PairCounts[np.ndarray]):
-    """How often each class was predicted for each true one.
+    """Confusion matrix: how often each class was predicted for each true class.
 
-    The result is a float64 array of shape ``(num_classes, num_classes)``; row i holds the
-    (weighted) examples of class i, column j those that were predicted as class j.
+    The result is a float64 array of shape ``(num_classes, num_classes)``. Its element (i, j) is the
+    (weighted) number of examples of class i that were predicted as class j.
 
     Parameters
     ----------
     num_classes : int
+        Number of classes, at least 1; equal on all ranks.
     name : str, optional
+        Name of the metric. Default: the class name in lower case.
 
     Raises
     ------
     TypeError, ValueError
-        If `num_classes` is no integer of at least 1.
+        If `num_classes` is not an integer of at least 1.
     CollectiveMismatchError
         If the ranks disagree on `num_classes`.
 
@@ -96,16 +98,17 @@ class ConfusionMatrix(_PairCounts[np.ndarray]):
         Parameters
         ----------
         y_true, y_pred : array, tensor or sequence
-            Class numbers of an integer dtype and one shape ``(n, ...)``, where n may be 0.
+            Class numbers of an integer dtype, both of shape ``(n, ...)``, where n may be 0.
         sample_weight : array, tensor, sequence or number, optional
-            Its axes are the *first* of `y_true`, as in `MeanSquaredError`. By default 1.
+            Weights whose axes are the *first* axes of `y_true`, as in `MeanSquaredError`. Default:
+            1.
 
         Raises
         ------
         ValueError
-            If the shapes do not fit, a number is no class, or in cross-replica context.
+            If the shapes do not match, a number is not a class, or in cross-replica context.
         TypeError
-            If the classes are no integers.
+            If the classes are not integers.
         """
         kind = type(self).__name__
         remedy = "For scores of shape (n, classes) give y_pred.argmax(axis=1)."
@@ -117,26 +120,28 @@ class ConfusionMatrix(_PairCounts[np.ndarray]):
 
 
 class MeanIoU(_PairCounts[np.float64]):
-    """The mean over the classes of ``TP / (TP + FP + FN)``, intersection over union.
+    """Mean intersection over union: ``TP / (TP + FP + FN)``, averaged over the classes.
 
-    A class that is neither a label nor predicted does not count; NaN without any.
+    Classes that are neither a label nor predicted are not counted; NaN without any.
 
     Parameters
     ----------
     num_classes : int
+        Number of classes, at least 1; equal on all ranks.
     name : str, optional
+        Name of the metric. Default: the class name in lower case.
     ignore_class : int, optional
-        Elements with this label, which need not be a class, do not count.
+        Label of elements that are not counted. It need not be a class.
     sparse_y_true, sparse_y_pred : bool
-        Whether `y_true` or `y_pred` holds class numbers; otherwise one number for each class,
-        such as one-hot labels or scores, of which the highest is taken.
+        Whether `y_true` or `y_pred` contains class numbers. Otherwise it contains one number per
+        class, such as one-hot labels or scores, and the class with the highest number counts.
     axis : int
-        The axis of the classes where they are not sparse.
+        Axis of the classes if `y_true` or `y_pred` is not sparse.
 
     Raises
     ------
     TypeError, ValueError
-        If a parameter has another form.
+        If a parameter has the wrong type or value.
     CollectiveMismatchError
         If the ranks disagree on a parameter.
 
@@ -176,17 +181,18 @@ class MeanIoU(_PairCounts[np.float64]):
         Parameters
         ----------
         y_true, y_pred : array, tensor or sequence
-            Class numbers of an integer dtype and one shape ``(n, ...)``, where n may be 0; with one
-            axis more where they are not sparse.
+            Class numbers of an integer dtype, both of shape ``(n, ...)``, where n may be 0. If not
+            sparse, numbers with one more axis.
         sample_weight : array, tensor, sequence or number, optional
-            Its axes are the *first* of the class numbers, as in `MeanSquaredError`. By default 1.
+            Weights whose axes are the *first* axes of the class numbers, as in
+            `MeanSquaredError`. Default: 1.
 
         Raises
         ------
         ValueError
-            If the shapes do not fit, a number is no class, or in cross-replica context.
+            If the shapes do not match, a number is not a class, or in cross-replica context.
         TypeError
-            If the classes are no integers.
+            If the classes are not integers.
         """
         truth, guess = as_values("y_true", y_true), as_values("y_pred", y_pred)
         if not self.sparse_y_true:

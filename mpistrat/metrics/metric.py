@@ -1,6 +1,6 @@
 """Metric base class: SyncOnRead SUM variables, an update, a result and a reset.
 
-`from_sums` makes a metric from two functions.
+`from_sums` creates a metric from two functions.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Given: TypeAlias = npt.ArrayLike | DistributedValues[Any]
 
 
 def _strategy_of(metric: Metric[Any]) -> Any:
-    """Return the strategy of a metric that has sums."""
+    """Return the strategy of a metric whose sums exist."""
     return next(iter(metric._sums.values())).strategy
 
 
@@ -40,12 +40,12 @@ def _ranks(metric: Metric[Any]) -> Collectives:
 class Metric(Trackable, abc.ABC, Generic[_Result]):
     """Base of metrics.
 
-    **Collective** in a strategy's scope, because it makes variables.
+    **Collective** in a strategy's scope, because it creates variables.
 
     Parameters
     ----------
     name : str, optional
-        By default the class name in lower case.
+        Name of the metric. Default: the class name in lower case.
 
     Examples
     --------
@@ -62,7 +62,7 @@ class Metric(Trackable, abc.ABC, Generic[_Result]):
         self.name = type(self).__name__.lower() if name is None else name
         self._sums: dict[str, Variable] = {}
         self._is_plain = not context.distributes_variables(get_strategy())
-        """Whether it was created outside every scope, and is about one process."""
+        """Whether it was created outside every scope, and belongs to only one process."""
 
     def _check_scope(self) -> None:
         if self._is_plain:
@@ -82,7 +82,7 @@ class Metric(Trackable, abc.ABC, Generic[_Result]):
         return variable
 
     def _add(self, *numbers: Any) -> None:
-        """Add a number or array to each sum, in the order in which they were made."""
+        """Add a number or array to each sum, in the order in which the sums were created."""
         if self._is_plain:
             self._check_scope()
         frame = context.current()
@@ -94,7 +94,7 @@ class Metric(Trackable, abc.ABC, Generic[_Result]):
             user_warnings.warn_of_nan(context.layout_of(here).replica_id, named)
         for variable, number in zip(self._sums.values(), numbers, strict=True):
             if variable.strategy is here and variable._placement.is_here:
-                # What assign_add comes to, many times in a step.
+                # The same as assign_add, but faster, because each step does it many times.
                 total = variable._component
                 total += number if type(number) is float else beside(number, total)
             else:
@@ -102,26 +102,26 @@ class Metric(Trackable, abc.ABC, Generic[_Result]):
 
     @abc.abstractmethod
     def _compute(self, sums: Mapping[str, Any]) -> _Result:
-        """Return the result from the sums over all replicas, by the names they were made with."""
+        """Return the result from the sums over all replicas, a mapping by the name of the sum."""
 
     def result(self) -> _Result:
         """Return the value over all replicas. **Collective**: every rank makes the call.
 
-        All sums of the metric travel in one message. Inside `Strategy.run` too the value is that
-        of all replicas, not of this one.
+        All sums of the metric are sent in one message. Inside `Strategy.run`, too, the value covers
+        all replicas and not only this one.
 
         Returns
         -------
         numpy scalar
-            The same on every rank. Some metrics have an array of several values.
+            The same on every rank. Some metrics return an array of several values.
 
         Raises
         ------
         ContextError
-            In a context of another strategy than the metric's.
+            In the context of a different strategy.
         ValueError
-            If the metric gets its sums by its first update, and has had none; or inside
-            `Strategy.run` of several replicas, if it was created outside of the scope.
+            If the first update creates the sums of the metric, and there was no update yet; or
+            inside `Strategy.run` of several replicas, if the metric was created outside the scope.
         CollectiveError
             If the ranks disagree.
         """
@@ -168,7 +168,7 @@ class Metric(Trackable, abc.ABC, Generic[_Result]):
 
 
 class SumsByUpdate(Metric[Any]):
-    """A metric that knows the shapes of its sums from its first update."""
+    """A metric that learns the shapes of its sums from its first update."""
 
     def __init__(self, name: str | None) -> None:
         super().__init__(name)
@@ -195,8 +195,7 @@ class SumsByUpdate(Metric[Any]):
         self._add(*sums.values())
 
     def _make_sums(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        # Variables are created in cross-replica context, but the first update may come inside of
-        # `run`.
+        # Variables are created in cross-replica context, but the first update may be inside `run`.
         with context.entered(context.Frame(context.Kind.CROSS_REPLICA, self._strategy)):
             for what, shape in shapes.items():
                 self._make_sum(what, shape)
@@ -207,7 +206,7 @@ def _shapes(sums: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 class _FromSums(SumsByUpdate):
-    """What `from_sums` returns."""
+    """The metric that `from_sums` returns."""
 
     def __init__(
         self, sums_fn: Callable[..., Any], result_fn: Callable[[Any], Any], name: str | None
@@ -220,7 +219,7 @@ class _FromSums(SumsByUpdate):
         self._structure: nests.Structure | None = None
 
     def update_state(self, *args: Any, **kwargs: Any) -> None:
-        """Add what ``sums_fn(*args, **kwargs)`` returns. Local, except for the first call."""
+        """Add the result of ``sums_fn(*args, **kwargs)``. Local, except for the first call."""
 
         def compute() -> dict[str, Array]:
             local = [local_component(each) for each in args]
@@ -247,29 +246,31 @@ def from_sums(
 ) -> Metric[Any]:
     """Return a metric whose result is a function of sums over all examples.
 
-    Its ``update_state(*args, **kwargs)`` adds what ``sums_fn(*args, **kwargs)`` returns for a part
-    of a batch; its ``result()`` is what `result_fn` makes of the sums over all updates and
-    replicas. So it is right however examples are split among replicas. Local; the first
-    ``update_state`` is **Collective**, because it makes variables: every rank makes it, also for
-    an empty part.
+    Its ``update_state(*args, **kwargs)`` adds the result of ``sums_fn(*args, **kwargs)`` for a part
+    of a batch. Its ``result()`` calls `result_fn` with the sums over all updates and replicas. So
+    the result does not depend on how examples are split among replicas. Local; the first
+    ``update_state`` is **Collective**, because it creates variables: every rank makes that call,
+    even for an empty part.
 
     Parameters
     ----------
     sums_fn : callable
-        Returns a number, an array, or a nest of them, always of the same shapes, each of which is
-        0 for an empty part. Sums are kept in float64.
+        Returns a number, an array, or a nest of them, always of the same shapes. For an empty part
+        all must be 0. Sums are stored in float64.
     result_fn : callable
-        Takes such a nest of NumPy scalars and arrays.
+        Called with such a nest of NumPy scalars and arrays. Returns the result.
     name : str, optional
+        Name of the metric. Default: ``"from_sums"``.
 
     Returns
     -------
     Metric
+        A new metric.
 
     Raises
     ------
     TypeError
-        If one of them is no function.
+        If `sums_fn` or `result_fn` is not a function.
 
     Examples
     --------
@@ -284,7 +285,7 @@ def from_sums(
 
 
 def as_values(what: str, value: Any) -> Array:
-    """Return what a metric was given, an array, tensor, sequence or number, as an array."""
+    """Return an argument of a metric (array, tensor, sequence or number) as an array."""
     if type(value) is np.ndarray:
         return value
     value = local_component(value)
@@ -292,7 +293,7 @@ def as_values(what: str, value: Any) -> Array:
 
 
 def weighted(values: Any, sample_weight: Any) -> tuple[float, float]:
-    """Return the sum of `values` and of their weights, by default 1, both computed in float64."""
+    """Return the weighted sum of `values` and the sum of the weights, both in float64."""
     values = as_values("values", values)
     check_real("values", values)
     if sample_weight is None:
@@ -323,7 +324,7 @@ def weights_of(values: Array, sample_weight: Any) -> Array:
 
 
 def beside_first_axes(sample_weight: Any, ndim: int) -> Any:
-    """Return the weights with axes of length 1 behind their own, up to `ndim` axes."""
+    """Return the weights with axes of length 1 appended, up to `ndim` axes."""
     if sample_weight is None:
         return None
     weights = as_values("sample_weight", sample_weight)
@@ -331,7 +332,7 @@ def beside_first_axes(sample_weight: Any, ndim: int) -> Any:
 
 
 def as_pair(kind: str, y_true: Any, y_pred: Any, remedy: str) -> tuple[Array, Array]:
-    """Return `y_true` and `y_pred`, of one shape, as arrays in one place."""
+    """Return `y_true` and `y_pred`, which must have the same shape, as arrays on one device."""
     truth, guess = as_values("y_true", y_true), as_values("y_pred", y_pred)
     if type(truth) is np.ndarray is type(guess) and truth.shape == guess.shape:
         return truth, guess
@@ -344,7 +345,7 @@ def as_pair(kind: str, y_true: Any, y_pred: Any, remedy: str) -> tuple[Array, Ar
 
 
 def check_real(what: str, array: Array) -> None:
-    """Refuse what holds no real numbers."""
+    """Raise an error unless `array` contains real numbers."""
     if not _is_real(array.dtype):
         raise TypeError(f"{what} of a metric must be real numbers, not of dtype {array.dtype}.")
 
@@ -367,5 +368,5 @@ def _is_real(dtype: np.dtype) -> bool:
 
 
 def beside(array: Array, other: Array) -> Array:
-    """Return `array` where `other` lies, on the host or the device."""
+    """Return `array` in the same memory as `other`, on the host or the device."""
     return host_view(array) if is_on_host(other) else namespace_of(other).asarray(array)

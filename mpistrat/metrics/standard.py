@@ -25,11 +25,12 @@ from mpistrat.strategies import get_strategy
 
 
 class Sum(Metric[np.float64]):
-    """The (weighted) sum of all values given to all replicas.
+    """The (weighted) sum of all values on all replicas.
 
     Parameters
     ----------
     name : str, optional
+        Name of the metric. Default: the class name in lower case.
 
     Examples
     --------
@@ -44,7 +45,14 @@ class Sum(Metric[np.float64]):
         self._make_sum("total")
 
     def update_state(self, values: Given, sample_weight: npt.ArrayLike | None = None) -> None:
-        """Take `values`, an array (also an empty one) or a number, in. Local.
+        """Add `values` to the sums of this replica. Local.
+
+        Parameters
+        ----------
+        values : array, tensor, sequence or number
+            Values of any shape; may be empty.
+        sample_weight : array, tensor, sequence or number, optional
+            Weights that can be broadcast to `values`. Default: 1.
 
         Raises
         ------
@@ -59,7 +67,7 @@ class Sum(Metric[np.float64]):
 
 
 class RunningMean(Metric[np.float64]):
-    """A total and a count, and their quotient: what metrics that are means share."""
+    """A total, a count and their quotient: the common part of metrics that are means."""
 
     def __init__(self, name: str | None = None) -> None:
         super().__init__(name)
@@ -75,11 +83,12 @@ class RunningMean(Metric[np.float64]):
 
 
 class Mean(RunningMean):
-    """The (weighted) mean of all values given to all replicas; NaN before the first one.
+    """The (weighted) mean of all values on all replicas; NaN before the first one.
 
     Parameters
     ----------
     name : str, optional
+        Name of the metric. Default: the class name in lower case.
 
     Examples
     --------
@@ -90,7 +99,14 @@ class Mean(RunningMean):
     """
 
     def update_state(self, values: Given, sample_weight: npt.ArrayLike | None = None) -> None:
-        """Take `values`, an array (also an empty one) or a number, in. Local.
+        """Add `values` to the sums of this replica. Local.
+
+        Parameters
+        ----------
+        values : array, tensor, sequence or number
+            Values of any shape; may be empty.
+        sample_weight : array, tensor, sequence or number, optional
+            Weights that can be broadcast to `values`. Default: 1.
 
         Raises
         ------
@@ -101,11 +117,12 @@ class Mean(RunningMean):
 
 
 class Accuracy(RunningMean):
-    """The share of examples whose predicted class label equals the true one.
+    """Fraction of examples whose predicted class label equals the true one.
 
     Parameters
     ----------
     name : str, optional
+        Name of the metric. Default: the class name in lower case.
 
     Examples
     --------
@@ -118,7 +135,14 @@ class Accuracy(RunningMean):
     def update_state(
         self, y_true: Given, y_pred: Given, sample_weight: npt.ArrayLike | None = None
     ) -> None:
-        """Compare labels, arrays of one shape (also empty ones). Local.
+        """Compare true and predicted labels. Local.
+
+        Parameters
+        ----------
+        y_true, y_pred : array, tensor or sequence
+            True and predicted class labels, of the same shape; may be empty.
+        sample_weight : array, tensor, sequence or number, optional
+            Weights that can be broadcast to the labels. Default: 1.
 
         Raises
         ------
@@ -136,6 +160,7 @@ class MeanSquaredError(RunningMean):
     Parameters
     ----------
     name : str, optional
+        Name of the metric. Default: the class name in lower case.
 
     Examples
     --------
@@ -148,28 +173,28 @@ class MeanSquaredError(RunningMean):
     def update_state(
         self, y_true: Given, y_pred: Given, sample_weight: npt.ArrayLike | None = None
     ) -> None:
-        """Take the errors of some examples in; computed in float64. Local.
+        """Add the squared errors of some examples, computed in float64. Local.
 
         Parameters
         ----------
         y_true, y_pred : array, tensor, sequence or number
-            Of one shape ``(n, ...)``, where n may be 0.
+            True and predicted values, of the same shape ``(n, ...)``, where n may be 0.
         sample_weight : array, tensor, sequence or number, optional
-            Its axes are the *first* of `y_true`, so that ``(n,)`` has a weight for each example,
-            which counts for all its elements. By default 1.
+            Weights whose axes are the *first* axes of `y_true`. So the shape ``(n,)`` has one
+            weight per example, which applies to all its elements. Default: 1.
 
         Raises
         ------
         ValueError
-            If the shapes do not fit, or in cross-replica context.
+            If the shapes do not match, or in cross-replica context.
         TypeError
-            If an argument holds no real numbers.
+            If an argument does not contain real numbers.
         """
         remedy = "Reshape one of them: they are not broadcast."
         truth, guess = as_pair("MeanSquaredError", y_true, y_pred, remedy)
         check_real("y_true", truth)
         check_real("y_pred", guess)
-        # In float64 before the difference, which small and unsigned integers cannot hold.
+        # Converted before the subtraction: small and unsigned integers cannot hold the difference.
         errors = truth.astype(np.float64)
         errors -= guess
         errors *= errors
@@ -177,22 +202,23 @@ class MeanSquaredError(RunningMean):
 
 
 class TopKAccuracy(RunningMean):
-    """The share of examples whose true class has one of the `k` highest scores.
+    """Fraction of examples whose true class has one of the `k` highest scores.
 
-    That is so where fewer than `k` classes score *higher* than the true one: classes that tie
-    with it do not push it out. A NaN counts as higher than every number, and a true class whose
-    own score is NaN is never right. Infinities are numbers like any other.
+    An example counts as right if fewer than `k` classes score *higher* than the true one, so
+    ties with the true class do not matter. A NaN counts as higher than every number, and a true
+    class whose own score is NaN is never right. Infinities are treated as ordinary numbers.
 
     Parameters
     ----------
     k : int
-        Equal on all ranks.
+        Number of highest scores, at least 1; equal on all ranks.
     name : str, optional
+        Name of the metric. Default: the class name in lower case.
 
     Raises
     ------
     TypeError
-        If `k` is no integer.
+        If `k` is not an integer.
     ValueError
         If `k` is below 1.
     CollectiveMismatchError
@@ -225,15 +251,15 @@ class TopKAccuracy(RunningMean):
         y_pred : array, tensor or sequence
             Real scores (logits or probabilities), shape ``(n, classes)``.
         sample_weight : array, tensor, sequence or number, optional
-            A weight for each example, shape ``(n,)``. By default 1.
+            A weight for each example, shape ``(n,)``. Default: 1.
 
         Raises
         ------
         ValueError
-            If the shapes do not fit, a label is no class, there are fewer than `k` classes, or in
-            cross-replica context.
+            If the shapes do not match, a label is not a class, there are fewer than `k` classes, or
+            in cross-replica context.
         TypeError
-            If the labels are no integers, or the scores no real numbers.
+            If the labels are not integers, or the scores are not real numbers.
         """
         scores = as_values("y_pred", y_pred)
         labels = as_values("y_true", y_true)
@@ -243,7 +269,7 @@ class TopKAccuracy(RunningMean):
         _check_range(labels, scores.shape[1])
         xp = namespace_of(scores)
         own = xp.take_along_axis(scores, labels[:, None].astype(np.int64), axis=1)
-        # "Not at most" and "higher" differ for NaN alone.
+        # "Not at most" and "higher" differ only for NaN.
         num_higher = xp.sum(~(scores <= own), axis=1)
         self._take_in(num_higher < self.k, sample_weight)
 

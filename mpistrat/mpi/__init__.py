@@ -1,1 +1,1 @@
-"""MPI: the world, its communicators, and what launched this process."""
+"""MPI: the world, its communicators, and the launcher of this process."""

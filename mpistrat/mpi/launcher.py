@@ -1,4 +1,4 @@
-"""Launchers: which one started this process, and how many ranks share its node."""
+"""Launchers: finds the one that started this process, and how many ranks share its node."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from mpistrat.system.cpu import num_cores
 
 @dataclass(frozen=True)
 class Launcher:
-    """The program that started this rank."""
+    """Program that started this rank."""
 
     name: str
     """``slurm``, ``openmpi``, ``mpich``, ``intel``, ``flux``, ``pals``, ``lsf`` or ``none``."""
     num_tasks: int
-    """How many tasks it started together with this one, as far as known."""
+    """Number of tasks that it started, including this one; 1 if it is unknown."""
     node_name: str | None
-    """The node's name where the launcher gives one."""
+    """Name of the node, if the launcher sets one."""
     task: int = 0
-    """Number of this task among them."""
+    """Number of this task among all tasks."""
     local_task: int | None = None
-    """Number of this task among those of its node, ``None`` where the launcher does not say."""
+    """Number of this task among the tasks of its node; ``None`` if the launcher does not say."""
     protocol: str | None = None
-    """What ``srun --mpi`` was, by the flag or by the site's default; ``None`` where unknown."""
+    """Value of ``srun --mpi``, from the flag or the site's default; ``None`` if it is unknown."""
     has_only_pmix: bool = False
-    """Whether a library can find the other tasks by PMIx and by nothing else."""
+    """Whether a library can find the other tasks only by PMIx."""
     is_inherited: bool = False
-    """Whether a rank started this process, which has its variables but not its connection."""
+    """Whether a rank started this process, which then has its variables but not its connection."""
 
     @property
     def title(self) -> str:
-        """Its usual name."""
+        """Usual name of the launcher."""
         return _TITLES[self.name]
 
     def remedy(self, library: str) -> str:
-        """Return how to start tasks so that those of the MPI library `library` find each other."""
+        """Return how to start tasks so that they find each other with the MPI library `library`."""
         if self.is_inherited:
             unset = _UNSET_PMIX if self.has_only_pmix else _UNSET_PMI
             return (
@@ -90,7 +90,7 @@ _SRUN_FLAGS = (
 
 
 def srun_flag(library: str) -> tuple[str, str]:
-    """Return the flag ``--mpi`` of srun for an MPI library, and the library's name."""
+    """Return srun's flag ``--mpi`` for an MPI library, and the name of the library."""
     for mark, flag, family in _SRUN_FLAGS:
         if mark in library:
             return flag, family
@@ -99,11 +99,11 @@ def srun_flag(library: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class _Marks:
-    """The variables of a launcher."""
+    """Environment variables of a launcher."""
 
     name: str
     present: tuple[str, ...]
-    """It sets all of them, and no launcher further down does."""
+    """Variables that it sets, and that no launcher further down in the list sets all."""
     num_tasks: str
     task: str
     local_task: str
@@ -112,8 +112,8 @@ class _Marks:
 _HYDRA = ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID")
 _SLURM = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID")
 
-# mpiexec inside a batch job is mpiexec: its own variables are looked for first. jsrun starts a
-# relative of Open MPI, and sets that one's variables besides its own.
+# Check mpiexec's variables before a batch system's, because an mpiexec inside a batch job is the
+# launcher. jsrun starts a relative of Open MPI, and also sets Open MPI's variables.
 _LAUNCHERS = (
     _Marks(
         "lsf",
@@ -131,8 +131,8 @@ _LAUNCHERS = (
         ("FLUX_TASK_RANK",),
         *("FLUX_JOB_SIZE", "FLUX_TASK_RANK", "FLUX_TASK_LOCAL_ID"),
     ),
-    # Slurm's pmi2 plugin sets PMI_RANK as Hydra does, but not the other one. On several nodes of a
-    # job Hydra's ranks are in a step of Slurm too, that of its proxies.
+    # Slurm's pmi2 plugin sets PMI_RANK like Hydra, but not MPI_LOCALNRANKS. In a job on several
+    # nodes, Hydra's ranks are also in a step of Slurm, the step of Hydra's proxies.
     _Marks("mpich", ("PMI_RANK", "MPI_LOCALNRANKS"), *_HYDRA),
     _Marks("slurm", ("SLURM_STEP_ID", "SLURM_PROCID"), *_SLURM),
     _Marks("pals", ("PALS_RANKID",), *("PMI_SIZE", "PALS_RANKID", "PALS_LOCAL_RANKID")),
@@ -175,7 +175,7 @@ _TASKS_HERE = {
     "intel": "MPI_LOCALNRANKS",
     "lsf": "JSM_NAMESPACE_LOCAL_SIZE",
 }
-"""The variables with the number of tasks on this node."""
+"""Variable with the number of tasks on this node, by launcher."""
 
 
 def _number(variables: Mapping[str, str], name: str) -> int | None:
@@ -211,9 +211,9 @@ def check_torchrun(size: int) -> None:
 
 
 def unconnected_task() -> tuple[str, int, int] | None:
-    """Return launcher, number of processes and number of this one, where MPI connects none.
+    """Return launcher, number of processes and number of this one, if MPI does not connect them.
 
-    ``None`` for a process that no launcher started, or started alone.
+    Returns ``None`` if no launcher started this process, or if it started only this one.
     """
     found = _task_of_torchrun()
     if found is not None:
@@ -234,9 +234,9 @@ def _task_of_torchrun() -> tuple[int, int] | None:
 
 
 def keeps_survivors() -> bool:
-    """Return whether an mpiexec of MPICH on this node has the option to end no rank for another."""
+    """Return whether MPICH's mpiexec, on this node, has the option to keep ranks after a crash."""
     try:
-        # The parent is Hydra's proxy on this node, and its parent is mpiexec, if that runs here.
+        # The parent is Hydra's proxy on this node, and its parent is mpiexec if that runs here.
         of_proxy = Path(f"/proc/{os.getppid()}/stat").read_text()
         pid = int(of_proxy.rpartition(")")[2].split()[1])
         arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
@@ -247,7 +247,7 @@ def keeps_survivors() -> bool:
 
 
 def launch_command() -> list[str]:
-    """Return the command line of the process that started this one, empty where unknown."""
+    """Return the command line of the parent process, or an empty list if it is unknown."""
     try:
         text = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
     except OSError:
@@ -266,12 +266,12 @@ def _parent_program() -> str:
 
 
 def _is_inherited(variables: Mapping[str, str]) -> bool:
-    """Return whether the variables of a rank are those of a process that has started this one."""
+    """Return whether the rank's variables belong to a process that has started this one."""
     if "PMI_FD" in variables:
         return not _is_connected(variables)
     if "PMIX_NAMESPACE" not in variables:
         return False
-    # PMIx accepts a second process of the same name, which then waits for ranks that do not come.
+    # PMIx accepts a second process with the same name, which then waits for ranks that never come.
     pid, own = os.getppid(), _pmix_name(variables)
     while pid > 1:
         try:
@@ -280,7 +280,7 @@ def _is_inherited(variables: Mapping[str, str]) -> bool:
             # A parent without this name is the launcher, so this process is the rank itself.
             if _pmix_name({name: value for name, _, value in pairs}) != own:
                 return False
-            # A script that only starts the rank has the variables too, but no MPI library.
+            # A script that only starts the rank also has the variables, but no MPI library.
             if _MPI_LIBRARY.search(Path(f"/proc/{pid}/maps").read_text(errors="replace")):
                 return True
             status = Path(f"/proc/{pid}/stat").read_text(errors="replace")
@@ -304,11 +304,11 @@ def _is_connected(variables: Mapping[str, str]) -> bool:
         mode = os.fstat(int(variables["PMI_FD"])).st_mode
     except (OSError, ValueError):
         return False
-    # A child that has inherited the variable may have opened a file under that number.
+    # A child that has inherited the variable may have opened a file with this number.
     return stat.S_ISSOCK(mode) or stat.S_ISFIFO(mode)
 
 
-# Variables that a launcher sets for its ranks, and that must not reach another launcher.
+# Variables that a launcher sets for its ranks, and that a second launcher must not see.
 _LAUNCHER_PREFIXES = (
     *("PMI_", "PMIX_", "MPI_LOCAL"),
     *("HYDI_", "HYDRA_", "I_MPI_HYDRA_"),
@@ -316,8 +316,8 @@ _LAUNCHER_PREFIXES = (
     *("MPIRUN_", "MPISPAWN_", "MV2_COMM_WORLD_", "MVP_COMM_WORLD_"),
     *("SLURM_", "FLUX_", "PALS_", "JSM_"),
 )
-# Parameters of Open MPI and its parts have such names too; those that mpiexec has set for its own
-# ranks are the exception.
+# Parameters of Open MPI and its parts have such names too, and must be kept, except those that
+# mpiexec has set for its own ranks.
 _PARAMETERS = re.compile(
     r"(OMPI|PMIX|PRTE)_MCA_(?!PREFIXES$|cpu_type$|initial_wdir$|num_procs$|"
     r"(orte|prte|ess|plm|ras|grpcomm|pmix)(_|$))"
@@ -325,14 +325,17 @@ _PARAMETERS = re.compile(
 
 
 def without_launcher(variables: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return `variables`, by default all, without those that a launcher sets for its ranks."""
+    """Return the environment without the variables that a launcher sets for its ranks.
+
+    `variables` is by default the environment of this process.
+    """
     own = environment() if variables is None else variables
     return {
         name: value
         for name, value in own.items()
         if not name.startswith(_LAUNCHER_PREFIXES) or _PARAMETERS.match(name)
     } | {
-        # The launcher of this process was allowed to run as root too.
+        # The launcher of this process was also allowed to run as root.
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     }
@@ -344,13 +347,13 @@ _RANKS_OF_NODE = (
     "SLURM_STEP_TASKS_PER_NODE",
     "PALS_LOCAL_SIZE",
 )
-"""Variables of launchers for the number of ranks that share this node."""
+"""Variables in which launchers pass the number of ranks on this node."""
 
 
 def cores_of_rank() -> int:
     """Return this rank's share of the cores that it may use, at least one."""
     cores = num_cores()
-    if cores == os.cpu_count():  # else the launcher has bound this rank to its own cores
+    if cores == os.cpu_count():  # otherwise the launcher has bound this rank to its own cores
         cores //= _ranks_of_node()
     return max(cores, 1)
 
@@ -358,7 +361,7 @@ def cores_of_rank() -> int:
 def _ranks_of_node() -> int:
     variables = environment()
     for name in _RANKS_OF_NODE:
-        digits = re.match(r"\d+", variables.get(name, ""))  # of Slurm's "4(x2),3" the first
+        digits = re.match(r"\d+", variables.get(name, ""))  # in Slurm's "4(x2),3" the first one
         if digits:
             return max(int(digits[0]), 1)
     return 1

@@ -23,33 +23,33 @@ _MARKS = (
     ("MPICH", "MPICH"),
     ("MVAPICH", "MPICH"),
 )
-"""Text in the version of an mpiexec or a library, and whose it is. Hydra is MPICH's."""
+"""Text in the version of an mpiexec or a library, and its MPI family. Hydra belongs to MPICH."""
 
 
 def family_of(version: str) -> str:
-    """Return ``"Open MPI"``, ``"Intel MPI"`` or ``"MPICH"``; empty where it is none of them."""
+    """Return ``"Open MPI"``, ``"Intel MPI"`` or ``"MPICH"``, or ``""`` if it is none of these."""
     return next((family for mark, family in _MARKS if mark in version), "")
 
 
 @dataclass(frozen=True)
 class Mpiexec:
-    """An mpiexec of this machine."""
+    """An mpiexec on this machine."""
 
     path: str
     family: str
-    """The MPI library it belongs to, as `family_of` returns it."""
+    """Family of its MPI library, as `family_of` returns it."""
 
     @classmethod
     def open(cls, path: str, limit_s: float = _LIMIT_S) -> Mpiexec:
-        """Ask the program for its version."""
-        import subprocess  # not with the package: ranks start no programs
+        """Run the program to find its version."""
+        import subprocess  # imported only here, because ranks start no programs
 
         try:
             done = subprocess.run(
                 [path, "--version"],
                 capture_output=True,
                 text=True,
-                # An mpiexec may read standard input, which belongs to the program.
+                # An mpiexec may read standard input, which belongs to the calling program.
                 stdin=subprocess.DEVNULL,
                 timeout=limit_s,
                 env=dict(environment()),
@@ -59,15 +59,14 @@ class Mpiexec:
         return cls(path, family_of(done.stdout + done.stderr))
 
     def fits(self, library: str) -> bool:
-        """Return whether it can start ranks of the MPI library of this family."""
-        # Relatives of MPICH start each other's ranks. Programs of vendors may call themselves
-        # anything.
+        """Return whether it can start ranks of an MPI library of this family."""
+        # Relatives of MPICH can start each other's ranks. Vendors' programs may have any name.
         return "" in (library, self.family) or (library == "Open MPI") == (
             self.family == "Open MPI"
         )
 
     def command(self, ranks: int, oversubscribe: bool, is_bound: bool = True) -> list[str]:
-        """Return the command that starts `ranks` ranks of what follows."""
+        """Return the command that starts `ranks` ranks of a program, which is to be appended."""
         flags = []
         if self.family == "Open MPI":
             flags += ["--oversubscribe"] if oversubscribe else []
@@ -83,14 +82,14 @@ def find_mpiexec(library: str, files: Iterable[str] = (), given: str | None = No
     library : str
         Name and version of the library.
     files : iterable of str
-        Its files: a library in ``lib`` often has its mpiexec in ``bin``.
+        Files of the library. If they are in ``lib``, its mpiexec is often in ``bin``.
     given : str, optional
-        The user's choice, a path or a name on ``PATH``.
+        The user's choice: a path, or a name on ``PATH``.
 
     Raises
     ------
     LaunchError
-        If there is none, or only those of other libraries.
+        If there is no mpiexec, or only an mpiexec of a different library.
     """
     family = family_of(library)
     seen: list[Mpiexec] = []
@@ -134,11 +133,11 @@ def _candidates(files: Iterable[str]) -> Iterator[str]:
 
 
 def mpiexec_program() -> str | None:
-    """Return the mpiexec beside this python, else the one on PATH, else ``None``."""
+    """Return the mpiexec next to this python, or the one on PATH, or ``None``."""
     beside = Path(sys.executable).with_name("mpiexec")
     if beside.exists():
         return str(beside)
-    import shutil  # as above: with what it loads it would delay every rank
+    import shutil  # imported only here, because its imports would delay every rank
 
     return shutil.which("mpiexec")
 
@@ -159,16 +158,16 @@ def srun(library: str, ranks: int | None, cores: int | None, oversubscribe: bool
     library : str
         Name and version of the MPI library.
     ranks : int or None
-        ``None``: as many as the allocation has tasks.
+        Number of ranks; ``None`` starts as many as the allocation has tasks.
     cores : int or None
-        Cores of each; ``None``: as Slurm decides.
+        Cores per rank; ``None`` lets Slurm decide.
     oversubscribe : bool
         Whether ranks may share cores.
     """
     variables = environment()
     flag = "" if variables.get("SLURM_MPI_TYPE") else srun_flag(library)[0]
-    # A rank that saves before it is preempted must not take the others with it; mpistrat ends
-    # those that a crash has left. --wait ends the ranks of programs without mpistrat.
+    # A rank that saves before it is preempted must not end the other ranks. After a crash, mpistrat
+    # ends the other ranks itself. --wait ends the ranks of programs without mpistrat.
     flags = [flag, "--kill-on-bad-exit=0", "--wait=60"]
     flags += [f"--ntasks={ranks}"] if ranks else []
     flags += [f"--cpus-per-task={cores}"] if cores else []
@@ -177,9 +176,9 @@ def srun(library: str, ranks: int | None, cores: int | None, oversubscribe: bool
 
 
 def srun_variables(library: str, variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables with which MPICH starts on several nodes of a Slurm allocation."""
-    # Its addresses for UCX can be longer than what Slurm's pmi2 plugin reads. Over libfabric,
-    # MPICH 5.0 sometimes hangs in MPI_Init where the nodes have different numbers of tasks.
+    """Return the variables that MPICH needs to start on several nodes of a Slurm allocation."""
+    # MPICH's addresses for UCX can be too long for Slurm's pmi2 plugin. Over libfabric, MPICH 5.0
+    # sometimes hangs in MPI_Init if the nodes have different numbers of tasks.
     if "ch4:ucx ofi" not in library or variables.get("SLURM_JOB_NUM_NODES", "1") == "1":
         return {}
     if "," in variables.get("SLURM_TASKS_PER_NODE", ""):

@@ -1,7 +1,7 @@
-"""ULFM: proof that MPI outlives a rank, its lost ranks, and communicators without them.
+"""ULFM: checks whether MPI survives the loss of a rank, and finds the lost ranks.
 
-User-Level Failure Mitigation is a chapter that is proposed for the MPI standard. Open MPI 5 has it;
-mpi4py has the functions everywhere, as stand-ins where the library has nothing.
+User-Level Failure Mitigation is a chapter that is proposed for the MPI standard. Open MPI 5 has it.
+mpi4py always has the functions, but they are stand-ins if the library has none.
 """
 
 from __future__ import annotations
@@ -22,16 +22,19 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 FLAG = "mpiexec --with-ft ulfm"
-"""Of Open MPI: what keeps a job alive that has lost a rank."""
+"""Command and flag of Open MPI that keep a job alive after the loss of a rank."""
 
 _PROOF_S = 1.5
-"""How long after an error of MPI to wait for the news of the rank that has caused it."""
+"""How long to wait, after an error of MPI, until MPI knows which rank has caused it."""
 _POLL_S = 0.005
 
 
 def why_not_tolerant() -> str:
-    """Return why this process would not outlive another rank; empty where it is proved. Local."""
-    # Not by what mpi4py offers: it has stand-ins where the library has nothing.
+    """Return why this process would not survive the death of another rank. Local.
+
+    The text is empty if the process does survive it.
+    """
+    # Do not look for mpi4py's functions: they are stand-ins if the library has none.
     from mpi4py import MPI
 
     if MPI.ERR_PROC_FAILED == MPI.ERR_UNKNOWN:
@@ -40,7 +43,7 @@ def why_not_tolerant() -> str:
         return f"the job was not started with {FLAG}"
     command = launch_command()
     if command and os.path.basename(command[0]) != "prted" and not _has_flag(command):
-        # The variable alone makes MPI report a loss, and the launcher ends the job anyway.
+        # With only the variable, MPI reports a loss, but the launcher still ends the job.
         return f"the job was not started with {FLAG}, though its variable is set"
     return ""
 
@@ -77,7 +80,7 @@ def failed_ranks(comm: MPI.Comm) -> list[int]:
 
 
 def has_failed(comm: MPI.Comm) -> bool:
-    """Return whether MPI knows that a rank of `comm` is dead, at little cost. Local."""
+    """Return whether MPI knows that a rank of `comm` is dead. Cheap. Local."""
     if not _is_tolerant():
         return False
     failed = comm.Get_failed()
@@ -87,17 +90,17 @@ def has_failed(comm: MPI.Comm) -> bool:
 
 
 def failed_ranks_now(comm: MPI.Comm) -> list[int]:
-    """Return `failed_ranks`, once what news there is has come. Local."""
+    """Let MPI receive reports of failures, and return `failed_ranks`. Local."""
     from mpi4py import MPI
 
     if not _is_tolerant():
         return []
-    MPI.COMM_SELF.Iprobe()  # makes progress, with which the news comes
+    MPI.COMM_SELF.Iprobe()  # MPI receives the reports when it makes progress
     return failed_ranks(comm)
 
 
 def failed_ranks_soon(comm: MPI.Comm) -> list[int]:
-    """Return `failed_ranks`, once there are any, or after a wait for the news. Local."""
+    """Return `failed_ranks` as soon as there are any, or after a time limit. Local."""
     ranks, until = failed_ranks(comm), time.monotonic() + _PROOF_S
     while _is_tolerant() and not ranks and time.monotonic() < until:
         time.sleep(_POLL_S)
@@ -106,8 +109,8 @@ def failed_ranks_soon(comm: MPI.Comm) -> list[int]:
 
 
 def lost_ranks(comm: MPI.Comm, error: BaseException) -> list[int] | None:
-    """Return the ranks of `comm` whose death has caused `error`, ``None`` where none has."""
-    # Where a connection breaks, the error comes before MPI knows why, and has another class.
+    """Return the ranks of `comm` whose death has caused `error`, or ``None`` if none has."""
+    # If a connection breaks, the error comes before MPI knows why, and has a different class.
     from mpi4py import MPI
 
     if not isinstance(error, MPI.Exception) or not _is_tolerant():
@@ -119,7 +122,7 @@ def lost_ranks(comm: MPI.Comm, error: BaseException) -> list[int] | None:
 
 
 def revoke(comm: MPI.Comm) -> None:
-    """Have every rank leave what it does on `comm`, where a rank of it is lost. Local."""
+    """Make every rank leave its calls on `comm`, because a rank of it is lost. Local."""
     from mpi4py import MPI
 
     if _is_tolerant() and comm != MPI.COMM_NULL:
@@ -127,18 +130,18 @@ def revoke(comm: MPI.Comm) -> None:
 
 
 def is_revoked(comm: MPI.Comm) -> bool:
-    """Return whether a rank has revoked `comm`, which may be freed. Local."""
+    """Return whether a rank has revoked `comm`. `comm` may be freed already. Local."""
     from mpi4py import MPI
 
     if not _is_tolerant() or comm == MPI.COMM_NULL:
         return False
-    MPI.COMM_SELF.Iprobe()  # makes progress, with which the news comes
+    MPI.COMM_SELF.Iprobe()  # MPI receives the revocation when it makes progress
     return comm.Is_revoked()
 
 
 @contextlib.contextmanager
 def revoked_on_loss(comm: MPI.Comm) -> Iterator[None]:
-    """Revoke `comm` where a loss ends the ``with`` block, so that no rank of it waits there."""
+    """Revoke `comm` if a loss ends the ``with`` block, so that no rank keeps waiting there."""
     try:
         yield
     except BaseException as error:
@@ -148,13 +151,13 @@ def revoked_on_loss(comm: MPI.Comm) -> Iterator[None]:
 
 
 def finalize_within(limit_s: float) -> bool:
-    """End MPI, which may wait for dead ranks forever, and return whether MPI says that it has.
+    """Call MPI_Finalize, which may wait for dead ranks forever, and return whether MPI has ended.
 
-    Local. After `limit_s` a thread is left to wait.
+    Local. After `limit_s` seconds this returns, while a thread keeps waiting.
     """
     from mpi4py import MPI
 
-    # mpi4py's own function keeps Python's lock, and everything would wait with it.
+    # mpi4py's own function keeps Python's lock, so all threads would wait.
     with contextlib.suppress(OSError, AttributeError):
         function = ctypes.CDLL(MPI.__file__).MPI_Finalize
         thread = threading.Thread(target=function, name="mpistrat-finalize", daemon=True)

@@ -1,8 +1,8 @@
 """MPI world: starts MPI, and maps ranks to nodes; the only user of ``COMM_WORLD``.
 
 A strategy works on a private duplicate of the user's communicator, so that messages of the user
-cannot match ours. All strategies on one communicator share the duplicate and with it one sequence
-of collectives. After a `CollectiveError` the next strategy gets a fresh one.
+cannot match ours. All strategies on one communicator share the duplicate, and so have one common
+sequence of collectives. After a `CollectiveError` the next strategy gets a new duplicate.
 """
 
 from __future__ import annotations
@@ -25,39 +25,39 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _HEAD_START_S = 2.0
-"""How long the other tasks wait for the report of task 0, where each fails alone."""
+"""How long other tasks wait for the report of task 0, if each task fails by itself."""
 
 _keyval: int | None = None
-"""MPI's key of our attribute, made with the first world."""
+"""MPI's key for our attribute, which the first world creates."""
 
 
 @dataclass(frozen=True)
 class World:
-    """The job of a rank, as far as the rank knows it."""
+    """Facts that a rank knows about its job."""
 
     comm: MPI.Intracomm
-    """The communicator that the user gave, or COMM_WORLD."""
+    """Communicator that the user passed, or COMM_WORLD."""
     rank: int
     size: int
     local_rank: int
-    """Number of this rank among those of its node."""
+    """Number of this rank among the ranks of its node."""
     hosts: tuple[str, ...]
     """One name per node, in the order of the lowest rank on each."""
     launcher: Launcher
     node_of_rank: tuple[int, ...]
-    """For each rank the number of its node, its place in `hosts`."""
+    """For each rank, the index of its node in `hosts`."""
     num_cores: int
-    """How many cores the ranks of this node may use together."""
+    """Number of cores that the ranks of this node may use together."""
 
     @property
     def ranks_of_node(self) -> tuple[int, ...]:
-        """The ranks of this rank's node."""
+        """Ranks on the node of this rank."""
         own = self.node_of_rank[self.rank]
         return tuple(rank for rank, node in enumerate(self.node_of_rank) if node == own)
 
 
 def communicator(comm: MPI.Intracomm | None) -> MPI.Intracomm:
-    """Start MPI if needed, and return `comm`, checked, or by default COMM_WORLD."""
+    """Start MPI if needed, check `comm`, and return it; ``None`` stands for COMM_WORLD."""
     launcher = find_launcher()
     if not is_started():
         _start(launcher)
@@ -103,13 +103,13 @@ def open_world(comm: MPI.Intracomm | None) -> World:
 
 def started_world() -> MPI.Intracomm | None:
     """Return COMM_WORLD if this process is one rank of several, else ``None``."""
-    # Starts MPI only in a process that a launcher has started as one of several ranks.
+    # This starts MPI only in a process that a launcher has started as one of several ranks.
     if "mpi4py.MPI" not in sys.modules:
         if not is_one_of_several():
             return None
         try:
             _start(find_launcher())
-        except (LaunchError, ImportError, RuntimeError):  # the last: there is no MPI library
+        except (LaunchError, ImportError, RuntimeError):  # RuntimeError: there is no MPI library
             return None
     from mpi4py import MPI
 
@@ -119,7 +119,7 @@ def started_world() -> MPI.Intracomm | None:
 
 
 def is_started() -> bool:
-    """Return whether this process has started MPI; does not start it."""
+    """Return whether this process has started MPI. This does not start it."""
     if "mpi4py.MPI" not in sys.modules:
         return False
     from mpi4py import MPI
@@ -128,9 +128,9 @@ def is_started() -> bool:
 
 
 def _start(launcher: Launcher) -> None:
-    """Start MPI, or raise `LaunchError` where it has no connection to the launcher."""
-    # MPICH would end the process inside MPI_Init, and Open MPI would wait there, so the library is
-    # loaded and asked first.
+    """Start MPI, or raise `LaunchError` if MPI has no connection to the launcher."""
+    # Without a connection, MPICH would end the process inside MPI_Init, and Open MPI would wait
+    # there. So load the library first, and ask for its version.
     if launcher.is_inherited:
         load_library()
         if launcher.has_only_pmix or library_version().startswith("MPICH"):
@@ -140,13 +140,13 @@ def _start(launcher: Launcher) -> None:
                 f"probably started by a rank. {launcher.remedy('')}"
             )
     if launcher.has_only_pmix:
-        file = load_library()  # or a library that it is linked to has the function
+        file = load_library()  # this file, or a library that it is linked to, has the function
         if library_version().startswith("MPICH") and not hasattr(ctypes.CDLL(file), "PMIx_Init"):
             raise _launch_error(
                 launcher, "which this MPI library cannot join, because it does not speak PMIx"
             )
     with warnings.catch_warnings():
-        # mpi4py warns of some wrong launchers; `_check_launch` refuses these and others.
+        # mpi4py warns of some wrong launchers. `_check_launch` raises for these and others.
         warnings.simplefilter("ignore", RuntimeWarning)
         from mpi4py import MPI
 
@@ -161,11 +161,11 @@ def _start(launcher: Launcher) -> None:
 
 
 def load_library() -> str:
-    """Load the MPI library without starting it; return mpi4py's file, which is linked to it."""
+    """Load the MPI library without starting MPI, and return mpi4py's file that is linked to it."""
     from mpi4py import rc
 
-    # The import of mpi4py.MPI starts MPI unless `rc.initialize` is false, and it registers the end
-    # of MPI only if `rc.finalize` is true, for which None means the same as `initialize`.
+    # Importing mpi4py.MPI starts MPI unless `rc.initialize` is false. It registers the end of MPI
+    # only if `rc.finalize` is true; None means the same value as `initialize`.
     initialize, finalize = rc.initialize, rc.finalize
     rc.initialize, rc.finalize = False, initialize if finalize is None else finalize
     try:
@@ -181,14 +181,14 @@ def _check_launch(launcher: Launcher) -> None:
     size = MPI.COMM_WORLD.size
     if size >= launcher.num_tasks:
         return
-    if MPI.Comm.Get_parent() != MPI.COMM_NULL:  # MPI_Comm_spawn made this world
+    if MPI.Comm.Get_parent() != MPI.COMM_NULL:  # MPI_Comm_spawn created this world
         return
     world = "a world of one rank" if size == 1 else f"a world of {size} ranks"
     raise _launch_error(launcher, f"but MPI sees {world}: every task would train alone")
 
 
 def _launch_error(launcher: Launcher, what: str) -> LaunchError:
-    """Return the error that each task raises alone, and only task 0 reports."""
+    """Return the error that each task raises by itself, and that only task 0 reports."""
     library = library_version().partition(",")[0]
     where = " in this step" if launcher.name == "slurm" else ""
     flag = f" The flag was --mpi={launcher.protocol}." if launcher.protocol else ""
@@ -200,14 +200,14 @@ def _launch_error(launcher: Launcher, what: str) -> LaunchError:
     )
     if launcher.task != 0:
         error._is_reported_elsewhere = True
-        # A launcher may end all tasks as soon as one has failed, and task 0 has to report first.
+        # A launcher may end all tasks as soon as one has failed, but task 0 has to report first.
         time.sleep(_HEAD_START_S)
     return error
 
 
 @dataclass(frozen=True)
 class _Nodes:
-    """Where the ranks of a communicator run."""
+    """Nodes on which the ranks of a communicator run."""
 
     local_rank: int
     hosts: tuple[str, ...]
@@ -218,7 +218,7 @@ class _Nodes:
 def _map_nodes(comm: MPI.Intracomm, launcher: Launcher) -> _Nodes:
     from mpi4py import MPI
 
-    # Slurm's name of the node comes first: MPI libraries have taken one node for several.
+    # Prefer Slurm's name of the node, because MPI libraries have mistaken one node for several.
     mark: Any = launcher.node_name or ranks_of_node(comm)[0]
     name = launcher.node_name or MPI.Get_processor_name()
     facts = comm.allgather((mark, name, mask_of_cores(own_cores())))
@@ -227,7 +227,7 @@ def _map_nodes(comm: MPI.Intracomm, launcher: Launcher) -> _Nodes:
     for each, host, _ in facts:
         names.setdefault(each, host)
     numbers = {each: number for number, each in enumerate(names)}
-    # The union: with binding, each rank may use only a part of the cores of the node.
+    # Take the union, because a bound rank may use only some of the cores of the node.
     cores = 0
     for each, _, mask in facts:
         if each == mark:
@@ -241,7 +241,7 @@ def _map_nodes(comm: MPI.Intracomm, launcher: Launcher) -> _Nodes:
 
 
 def ranks_of_node(comm: MPI.Intracomm) -> list[int]:
-    """Return the ranks of `comm` on the node of this one, as MPI sees it. **Collective** once."""
+    """Return the ranks of `comm` on this rank's node, according to MPI. **Collective** once."""
     from mpi4py import MPI
 
     def find() -> list[int]:
@@ -260,11 +260,11 @@ def attached(
     make: Callable[[], Any],
     is_valid: Callable[[Any], bool] = lambda known: True,
 ) -> Any:
-    """Return the object attached to `comm` under `key`, made where there is no valid one."""
+    """Return the object attached to `comm` under `key`, and create it if there is no valid one."""
     attributes = _attributes(comm)
     if key not in attributes or not is_valid(attributes[key]):
-        # Where `make` is collective, ranks must agree on what is attached: they attach and forget
-        # it in the same calls.
+        # If `make` is collective, all ranks must have the same objects attached. So they attach and
+        # forget them in the same calls.
         attributes[key] = make()
     return attributes[key]
 
@@ -275,7 +275,7 @@ def is_attached(comm: MPI.Intracomm, key: str) -> bool:
 
 
 def forget_attached(comm: MPI.Intracomm, key: str) -> Callable[[], None]:
-    """Return the function that detaches what is attached under `key`, if `comm` is freed or not."""
+    """Return a function that detaches the object under `key`, even after `comm` is freed."""
     attributes = _attributes(comm)
     return lambda: attributes.pop(key, None)
 
@@ -297,19 +297,19 @@ def _attributes(comm: MPI.Intracomm) -> dict[str, Any]:
 
 
 def library_version() -> str:
-    """Return name and version of the MPI library in one line; loads the library."""
+    """Return name and version of the MPI library in one line. This loads the library."""
     return " ".join(library_details().split("\n")[0].split())
 
 
 def library_details() -> str:
-    """Return all that the MPI library says about itself, in several lines; loads the library."""
+    """Return the full version text of the MPI library. This loads the library."""
     from mpi4py import MPI
 
     return MPI.Get_library_version().rstrip("\0")
 
 
 def thread_level() -> str:
-    """Return the thread level of MPI, such as ``"multiple"``; MPI must be started."""
+    """Return the thread level of MPI, such as ``"multiple"``. MPI must have been started."""
     from mpi4py import MPI
 
     names = ("single", "funneled", "serialized", "multiple")
@@ -333,7 +333,7 @@ def world_ranks(comm: MPI.Intracomm) -> list[int]:
 
 def _ranks_in(comm: MPI.Comm, larger: MPI.Comm) -> list[int]:
     """Return the rank in `larger` of each rank of `comm`."""
-    # Local: groups are translated without a message.
+    # This is local: MPI translates groups without a message.
     own, all_ranks = comm.Get_group(), larger.Get_group()
     ranks = own.Translate_ranks(None, all_ranks)
     own.Free()
@@ -342,7 +342,7 @@ def _ranks_in(comm: MPI.Comm, larger: MPI.Comm) -> list[int]:
 
 
 def world_rank() -> int:
-    """Return the rank of this process in the job, by its launcher where MPI is not started."""
+    """Return the rank of this process in the job, from its launcher if MPI is not started."""
     if is_started():
         from mpi4py import MPI
 
@@ -353,7 +353,7 @@ def world_rank() -> int:
 
 
 def world_size() -> int:
-    """Return the number of ranks in COMM_WORLD; starts MPI."""
+    """Return the number of ranks in COMM_WORLD. This starts MPI."""
     from mpi4py import MPI
 
     return MPI.COMM_WORLD.size

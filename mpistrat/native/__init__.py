@@ -1,4 +1,4 @@
-"""Compiled C extension, and other libraries that setup.py builds where there is a compiler."""
+"""Compiled C extension, and other libraries that setup.py builds if there is a compiler."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ HOW_TO_COMPILE = (
     "Install a C compiler, such as gcc, and the headers of Python, then install mpistrat again "
     "from its source folder: pip install --force-reinstall --no-deps --no-cache-dir -e ."
 )
-"""What to do where `missing_libraries` names any."""
+"""What to do if `missing_libraries` names any."""
 
 
 @functools.lru_cache
 def native_library() -> Any:
-    """Return the compiled module, ``None`` where there is none for today's sources."""
+    """Return the compiled module, ``None`` if there is none for the current sources."""
     try:
         module: Any = importlib.import_module("mpistrat._native")
     except ImportError:
         return None
-    # Python may find the module of another installation.
+    # Python may find the module of a different installation.
     is_here = Path(module.__file__).parent == Path(__file__).parents[1]
     return module if is_here and _digest() == module.DIGEST else None
 
@@ -40,7 +40,7 @@ def _digest() -> str:
 
 
 def missing_libraries() -> tuple[str, ...]:
-    """Return what is done without compiled code, because there was no compiler at installation."""
+    """Return which work is done without compiled code, because installation found no compiler."""
     missing = []
     if native_library() is None:
         missing.append("reductions in shared memory")
@@ -52,7 +52,7 @@ def missing_libraries() -> tuple[str, ...]:
 def find_library(folder: Path, stem: str, digest: str) -> str | None:
     """Return the path of the library `stem` whose ``mpistrat_digest`` is `digest`, if any."""
     made_from = ctypes.c_char * len(digest)
-    # A folder that machines of several kinds share holds a library for each of them.
+    # A folder that is shared by different kinds of machines holds a library for each of them.
     for path in sorted(folder.glob(f"{stem}*.so")):
         with contextlib.suppress(OSError, ValueError):
             library = ctypes.CDLL(str(path))

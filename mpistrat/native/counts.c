@@ -1,10 +1,10 @@
-/* Counts of the rows that are wanted of each chunk. */
+/* Counts of the rows that are needed from each chunk. */
 
 #include "native.h"
 
 /* count_rows(counts, chunks, step): add `step`, 1 or -1, to the int32 `counts` of each of `chunks`.
-   Returns a list of those whose count was 0 before it was raised, or is 0 after it was lowered,
-   each where it is first. */
+   Returns a list of the chunks whose count was 0 before it was raised, or is 0 after it was
+   lowered, each where it occurs first. */
 PyObject *mpistrat_count_rows(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
 {
     (void)module;
@@ -36,7 +36,7 @@ PyObject *mpistrat_count_rows(PyObject *module, PyObject *const *args, Py_ssize_
             Py_XDECREF(number);
             if (found == NULL)
                 return NULL;
-            *count = step < 0 ? NPY_MIN_INT32 : 0; /* not twice */
+            *count = step < 0 ? NPY_MIN_INT32 : 0; /* so that it is not listed twice */
         }
         if (step > 0)
             (*count)++;

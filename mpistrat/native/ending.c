@@ -1,6 +1,6 @@
-/* The end of a process that may wait for dead ones.
+/* The end of a process that may wait for dead processes.
 
-   MPI is ended when Python is no more, so no Python code can watch it: a thread of C does. */
+   MPI is finalized after Python has ended, so no Python code can watch it: a C thread does. */
 
 #include "native.h"
 
@@ -28,7 +28,7 @@ static void begin(void)
 }
 
 /* end_within(milliseconds, code): once Python has ended, end the process with this exit code if it
-   has not ended by itself in time. What is registered last with Py_AtExit is called first. */
+   has not ended by itself in time. Functions registered last with Py_AtExit are called first. */
 PyObject *mpistrat_end_within(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
 {
     (void)module;
@@ -55,14 +55,14 @@ static void leave(int status, void *unused)
 }
 #endif
 
-/* leave_at_exit(): once Python has ended, end the process with the exit code of the program, without
-   the exit functions of libraries, which may wait for a thread that hangs. Return whether that is
-   possible. */
+/* leave_at_exit(): once Python has ended, end the process with the exit code of the program,
+   without the exit functions of libraries, which may wait for a thread that hangs. Returns whether
+   that is possible. */
 PyObject *mpistrat_leave_at_exit(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
 {
     (void)module, (void)args, (void)num_args;
 #ifdef __GLIBC__
-    return PyBool_FromLong(on_exit(leave, NULL) == 0); /* what comes last is called first */
+    return PyBool_FromLong(on_exit(leave, NULL) == 0); /* last registered, first called */
 #else
     Py_RETURN_FALSE;
 #endif

@@ -1,7 +1,7 @@
-/* Fast reductions: an all-reduce of arrays that the program has made before.
+/* Fast reductions: an all-reduce of arrays that repeats an earlier call of the program.
 
-   Python alone takes longer for it than to reduce a few numbers. collectives/fast_reduction.py
-   creates the objects, and takes over if anything is not as usual. */
+   Python takes longer for such a call than reducing a few numbers takes.
+   collectives/fast_reduction.py creates the objects, and takes over if anything is unusual. */
 
 #include "native.h"
 #include "sequences.h"
@@ -26,15 +26,15 @@
 enum { OBJECTS(AS_NUMBER) NUM_OBJECTS };
 static const char *const object_names[] = {OBJECTS(AS_NAME)};
 
-/* How far a call has come: Progress in collectives/fast_reduction.py. */
+/* How far a call has progressed: Progress in collectives/fast_reduction.py. */
 enum { OUTSIDE, INSIDE, BROUGHT, AGREED };
 
-/* How the numbers travel: Route in collectives/reduction.py. */
+/* How the numbers are moved: Route in collectives/reduction.py. */
 enum { BY_PYTHON, BY_MPI, IN_ROUND, IN_BLOCKS, IN_SLICES, GATHERED, IN_ROWS };
 
-/* The numbers that a FastReduction is created with; 0 where none is given. With GATHERED, `values`
-   is where those of this rank leave from, `largest` where those of the first of `owners` ranks
-   arrive, and those of each other rank arrive `turns` bytes behind those of the rank before. */
+/* The numbers with which a FastReduction is created; 0 if none is passed. With GATHERED, `values`
+   is the send buffer of this rank, and `largest` the receive buffer of the first of `owners` ranks;
+   the receive buffers of the ranks follow each other at a distance of `turns` bytes. */
 struct path {
     int64_t route;
     struct sequence *rounds;
@@ -42,8 +42,8 @@ struct path {
     int64_t turns;
     struct sequence *reductions;
     int64_t function, divisor, itemsize, block, small, owners;
-    uint64_t digest; /* of the signature */
-    uint64_t spread[6]; /* what each counter is multiplied by */
+    uint64_t digest; /* digest of the signature */
+    uint64_t spread[6]; /* the factor of each counter */
 };
 #define FIELD(NAME) {#NAME, offsetof(struct path, NAME)}
 static const struct {
@@ -59,17 +59,17 @@ struct fast {
     PyObject_HEAD
     PyObject *objects[NUM_OBJECTS];
     struct path path;
-    PyObject *entry; /* of the flight record, for the call under way */
+    PyObject *entry; /* entry of the current call in the flight record */
     long progress;
-    int is_known; /* whether another replica of this rank has come to this collective before */
+    int is_known; /* whether another replica of this rank has reached this collective before */
 };
 
 /* The arguments of a call. */
 struct given {
-    PyObject *arrays; /* one array, or what Python takes for several */
+    PyObject *arrays; /* one array, or the object that Python takes for several */
     PyObject *out;
     PyObject *extra; /* a number that must agree too; NULL for none */
-    PyObject *text; /* about it, for the flight record; NULL for none */
+    PyObject *text; /* describes it in the flight record; NULL for none */
 };
 
 enum { NUM_COUNTERS = 6, ALL_EQUAL = 2 };
@@ -95,7 +95,7 @@ static int make_names(void)
     return 0;
 }
 
-/* ---- what a FastReduction has ---- */
+/* ---- contents of a FastReduction ---- */
 
 static PyObject *item(struct fast *fast, int number)
 {
@@ -110,7 +110,7 @@ static int call(struct fast *fast, int number, PyObject *argument)
     return result != NULL;
 }
 
-/* Set an attribute to what item CLOCK returns. */
+/* Set an attribute to the time that item CLOCK returns. */
 static int note_time(struct fast *fast, PyObject *entry, int name)
 {
     PyObject *now = PyObject_CallFunctionObjArgs(item(fast, CLOCK), NULL);
@@ -127,7 +127,7 @@ static int has(PyObject *object, int name, const PyObject *value)
     return found == NULL ? -1 : found == value;
 }
 
-/* Whether what was returned is true; -1 on errors. */
+/* Whether a returned object is true; -1 on errors. */
 static int is_true(PyObject *found)
 {
     int truth = found == NULL ? -1 : PyObject_IsTrue(found);
@@ -135,7 +135,7 @@ static int is_true(PyObject *found)
     return truth;
 }
 
-/* Whether a timeline or a log shows what moves; -1 on errors. */
+/* Whether a timeline or a log shows the data that are moved; -1 on errors. */
 static int is_watched(struct fast *fast)
 {
     int is_unrecorded = has(item(fast, RECORDING), RECORDER, Py_None);
@@ -145,8 +145,8 @@ static int is_watched(struct fast *fast)
                                               item(fast, DEBUG_LEVEL), NULL));
 }
 
-/* Whether another replica of this rank has found that all is as usual at this collective, which
-   all of them reach before any of them goes on; -1 on errors. */
+/* Whether another replica of this rank has found everything as usual at this collective, which all
+   of them reach before any of them continues; -1 on errors. */
 static int is_known_as_usual(struct fast *fast)
 {
     PyObject *sequence = PyObject_GetAttr(item(fast, LEDGER), names[SEQUENCE]);
@@ -155,7 +155,7 @@ static int is_known_as_usual(struct fast *fast)
     return is_known;
 }
 
-/* Have the other replicas of this rank find the same. */
+/* Tell the other replicas of this rank that everything is as usual. */
 static int note_as_usual(struct fast *fast)
 {
     PyObject *sequence = PyObject_GetAttr(item(fast, LEDGER), names[SEQUENCE]);
@@ -165,7 +165,7 @@ static int note_as_usual(struct fast *fast)
     return is_set ? 1 : -1;
 }
 
-/* Whether a collective can do without a Call, which looks at all that may be; -1 on errors. */
+/* Whether a collective needs no Call, which checks all special cases; -1 on errors. */
 static int is_as_usual(struct fast *fast)
 {
     int is_in_rows = fast->path.route == IN_ROWS;
@@ -202,7 +202,7 @@ static struct message message_of(const struct path *path, const struct piece *pi
 /* A new array for the result. */
 static PyObject *take_target(struct fast *fast, PyArrayObject *array)
 {
-    enum { SMALL_BYTES = 1 << 12 }; /* they come from NumPy in any case */
+    enum { SMALL_BYTES = 1 << 12 }; /* NumPy allocates these in any case */
     if (PyArray_NBYTES(array) < SMALL_BYTES)
         return PyArray_SimpleNew(PyArray_NDIM(array), PyArray_DIMS(array), PyArray_TYPE(array));
     PyObject *shape = PyObject_GetAttr((PyObject *)array, names[SHAPE]);
@@ -215,7 +215,7 @@ static PyObject *take_target(struct fast *fast, PyArrayObject *array)
     return target;
 }
 
-/* Put the numbers where the other ranks look for them once they agree. */
+/* Put the numbers where the other ranks read them once they agree. */
 static int bring(struct fast *fast, const struct path *path, PyObject *array, PyObject *target)
 {
     const struct piece own = piece_of(array, target), *piece = &own;
@@ -239,8 +239,8 @@ static int bring(struct fast *fast, const struct path *path, PyObject *array, Py
     return 1;
 }
 
-/* Where the user's code is, as users_place finds it, which does so where this is NULL without an
-   error. */
+/* The place of the user's code, as users_place returns it. Python looks it up if this is NULL
+   without an error. */
 static PyObject *known_place(struct fast *fast)
 {
     if (PyDict_Size(item(fast, ISSUERS)) != 0)
@@ -291,7 +291,7 @@ static PyObject *counters_of(PyObject *ledger)
     return counters;
 }
 
-/* Set an attribute to a new reference, which is given up. */
+/* Set an attribute to a new reference, which is released. */
 static int set_new(PyObject *entry, int name, PyObject *value)
 {
     int is_set = value != NULL && PyObject_SetAttr(entry, names[name], value) == 0;
@@ -353,7 +353,7 @@ static int count(struct fast *fast, const struct path *path, uint64_t *digest)
     return is_set;
 }
 
-/* Bring a call with `digest` to a round: as mpistrat_meet; -1 on errors. */
+/* Contribute a call with `digest` to a round, like mpistrat_meet; -1 on errors. */
 static int meet(struct fast *fast, const struct path *path, uint64_t digest)
 {
     if (path->rounds != NULL)
@@ -393,7 +393,7 @@ static int agree(struct fast *fast, const struct path *path, const struct given 
     return agreed;
 }
 
-/* Leave a wait for data, as Python leaves `with occupancy`. */
+/* Leave a wait for data, as Python does at the end of `with occupancy`. */
 static int leave_wait(struct fast *fast, int has_succeeded)
 {
     PyObject *type = Py_None, *error = Py_None, *trace = Py_None;
@@ -417,7 +417,7 @@ static int leave_wait(struct fast *fast, int has_succeeded)
     return 0;
 }
 
-/* Reduce a block within the node, its slice over nodes, and collect the slices. */
+/* Reduce a block within the node, reduce its slice over nodes, and collect the slices. */
 static int reduce_slices(struct fast *fast, const struct path *path, const struct piece *piece,
                          PyArrayObject *array)
 {
@@ -474,8 +474,8 @@ static int reduce(struct fast *fast, const struct path *path, PyObject *array, P
 
 /* ---- the call ---- */
 
-/* Reduce the row of one of the replicas of this rank. Returns the result. The rank agrees for all of
-   them, and adds the entry to the flight record, with the place of the first. */
+/* Reduce the row of one of the replicas of this rank. Returns the result. The rank agrees for all
+   of its replicas, and adds the entry to the flight record, with the place of the first replica. */
 static PyObject *reduce_row(struct fast *fast, const struct given *given)
 {
     PyObject *place = fast->is_known ? (Py_INCREF(Py_None), Py_None) : find_place(fast);
@@ -487,7 +487,7 @@ static PyObject *reduce_row(struct fast *fast, const struct given *given)
     return results;
 }
 
-/* Reduce what is given, once the channel is taken. Returns the result. */
+/* Reduce the arrays, once the channel is taken. Returns the result. */
 static PyObject *reduce_inside(struct fast *fast, const struct given *given)
 {
     struct path path = fast->path;
@@ -499,7 +499,7 @@ static PyObject *reduce_inside(struct fast *fast, const struct given *given)
     PyObject *target = NULL, *begun = NULL, *entry = NULL;
     if (checks < 0)
         return NULL;
-    if (!checks && path.route == IN_ROUND) /* there is none */
+    if (!checks && path.route == IN_ROUND) /* without checks there is no round */
         path.route = IN_BLOCKS;
     if (!checks && path.route == GATHERED)
         path.route = item(fast, MOVE) == Py_None ? BY_PYTHON : BY_MPI;
@@ -535,7 +535,7 @@ failed:
     return NULL;
 }
 
-/* Whether compiled code can read `array` and write to `out`; else with an error. */
+/* Whether compiled code can read `array` and write to `out`; if not, with an error set. */
 static int are_arrays(PyObject *array, PyObject *out)
 {
     if (!PyArray_CheckExact(array) || !(out == Py_None || PyArray_CheckExact(out))) {
@@ -550,10 +550,10 @@ static int are_arrays(PyObject *array, PyObject *out)
     return 1;
 }
 
-/* all_reduce(array, out[, extra, text]): the reduction of a plain array, written to `out` if that is
-   not None; None where a call must do it. If Python moves the numbers, `array` may be what it takes
-   for several. The ranks must agree on the number `extra` too, which the flight record shows as
-   `text`. After an error with progress, the caller gives the channel back. */
+/* all_reduce(array, out[, extra, text]): the reduction of a plain array, written to `out` if it is
+   not None; None if a call must do it. If Python moves the numbers, `array` may be the object that
+   it takes for several arrays. The ranks must also agree on the number `extra`, which the flight
+   record shows as `text`. After an error with progress, the caller releases the channel. */
 static PyObject *all_reduce(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
 {
     struct fast *fast = (struct fast *)self;

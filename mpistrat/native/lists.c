@@ -1,12 +1,12 @@
-/* Packing of lists of arrays: their description, and their numbers one behind the other.
+/* Packing of lists of arrays: descriptions of arrays, and their numbers one behind the other.
 
-   A step reduces hundreds of arrays, and Python would need a microsecond for each. */
+   A training step reduces hundreds of arrays, and Python would need a microsecond for each. */
 
 #include "native.h"
 
 #include <string.h>
 
-/* Whether `object` is an array, of no subclass, that can travel as it lies in memory. */
+/* Whether `object` is an array, not of a subclass, that can be sent from its own memory. */
 static int is_plain(PyObject *object)
 {
     if (!PyArray_CheckExact(object))
@@ -99,7 +99,7 @@ PyObject *mpistrat_split(PyObject *module, PyObject *const *args, Py_ssize_t num
     return results;
 }
 
-/* address(array): where its memory begins. */
+/* address(array): the start of its memory. */
 PyObject *mpistrat_address(PyObject *module, PyObject *array)
 {
     (void)module;

@@ -1,9 +1,9 @@
-/* Declarations that the parts of the module share. */
+/* Declarations that the files of the module share. */
 
 #ifndef MPISTRAT_NATIVE_H
 #define MPISTRAT_NATIVE_H
 
-/* One build serves every Python from 3.10 on: its stable ABI alone is used. */
+/* One build works with every Python from 3.10 on, because only the stable ABI is used. */
 #define Py_LIMITED_API 0x030A0000
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -29,8 +29,8 @@ fast_function mpistrat_call_round_start, mpistrat_call_round_done, mpistrat_call
     mpistrat_call_reduce_slice,
     mpistrat_call_collect_slices, mpistrat_call_reduce_part, mpistrat_call_collect_parts;
 struct sequence;
-/* Take part in a round with two numbers and their complements, and wait a while for the others. 0:
-   some ranks are missing; 2: all have brought the same. */
+/* Take part in a round with two numbers and their complements, and wait a while for the other
+   ranks. 0: some ranks are missing; 2: all ranks have contributed the same numbers. */
 int mpistrat_meet(struct sequence *seq, uint64_t *values, uint64_t *largest, int64_t turns,
                   uint64_t first, uint64_t second);
 
@@ -48,7 +48,7 @@ fast_function mpistrat_count_rows;
 
 /* rows.c */
 fast_function mpistrat_decode_chunks, mpistrat_ask_for, mpistrat_map_file;
-/* Have SIGBUS lead this thread to `mpistrat_way_out`, where that is set. */
+/* Let SIGBUS jump to `mpistrat_way_out` in this thread, if that is set. */
 int mpistrat_guard(void);
 extern _Thread_local sigjmp_buf *volatile mpistrat_way_out;
 

@@ -1,4 +1,4 @@
-/* Pause of a core that waits for another one. */
+/* Pause of a core that waits for a different core. */
 
 #ifndef MPISTRAT_PAUSE_H
 #define MPISTRAT_PAUSE_H

@@ -1,7 +1,7 @@
-/* Row copies: rows that lie anywhere, copied to where a batch has them, without Python's lock.
+/* Row copies: rows from any offsets, copied to their places in a batch, without Python's lock.
 
-   Helpers, threads that know nothing of Python, begin a copy while the program goes on. The thread
-   that ends it copies what is left, so that it never waits for more than one part. */
+   Helpers, which are threads without Python, begin a copy while the program continues. The thread
+   that ends the copy copies the rest, so it never waits for more than one part. */
 
 #include "native.h"
 #include "pause.h"
@@ -13,10 +13,10 @@
 #include <string.h>
 #include <unistd.h>
 
-/* What a processor loads ahead while it copies; more would push out what it still needs. */
+/* How far a processor loads ahead while it copies; more would evict data that it still needs. */
 enum { LINE = 64, AHEAD = 4096 };
 
-/* A thread takes so many bytes at a time, and fewer are not handed to a helper at all. */
+/* A thread takes this many bytes at a time; smaller copies are not passed to helpers at all. */
 enum { PART_BYTES = 1 << 16, MAX_HELPERS = 7, MAX_SPINS = 1 << 8 };
 
 enum { NUM_OWNERS = 4 };
@@ -28,8 +28,8 @@ struct copy {
     npy_intp count, row_bytes, rows_per_part;
     npy_intp next;   /* the first row that no thread has taken */
     int has_failed;  /* the file has become shorter */
-    int num_helping; /* helpers that are at it: to be changed under the lock */
-    int is_shared;   /* helpers may be at it */
+    int num_helping; /* helpers at work on it; changed only under the lock */
+    int is_shared;   /* helpers may be at work on it */
     pid_t pid;
     struct copy *after; /* in the queue */
     PyObject *owners[NUM_OWNERS];
@@ -44,7 +44,7 @@ static struct helper {
 } helpers[MAX_HELPERS];
 static int num_helpers;
 
-/* Copy in parts: one long memcpy goes past the caches, and the program uses the rows soon. */
+/* Copy in parts: one long memcpy bypasses the caches, and the program uses the rows soon. */
 static void copy_bytes(char *to, const char *from, npy_intp num_bytes)
 {
     for (; num_bytes > PART_BYTES; num_bytes -= PART_BYTES, to += PART_BYTES, from += PART_BYTES)
@@ -52,7 +52,7 @@ static void copy_bytes(char *to, const char *from, npy_intp num_bytes)
     memcpy(to, from, num_bytes);
 }
 
-/* Copy a row while the next one, which lies anywhere, is on its way from memory. */
+/* Copy a row while the next row, which may be anywhere, is loaded from memory. */
 static void copy_row(char *to, const char *from, npy_intp num_bytes, const char *next)
 {
     npy_intp done = 0;
@@ -68,7 +68,7 @@ static npy_intp place_of(const struct copy *copy, npy_intp i)
     return copy->places == NULL ? i : copy->places[i];
 }
 
-/* Whether row `i` lies behind the one before it, both where it is and where it goes. */
+/* Whether row `i` follows the row before it, both in the source and in the target. */
 static int follows(const struct copy *copy, npy_intp i)
 {
     return copy->offsets[i] == copy->offsets[i - 1] + copy->row_bytes
@@ -109,7 +109,7 @@ static void copy_parts(struct copy *copy)
     }
 }
 
-/* Take a copy out of the queue, under the lock, if it is there. */
+/* Remove a copy from the queue, under the lock, if it is there. */
 static void unqueue(struct copy *copy)
 {
     for (struct copy **link = &queue; *link != NULL; link = &(*link)->after)
@@ -147,7 +147,7 @@ static void forget_helpers(void)
     num_helpers = 0;
 }
 
-/* Have at least `wanted` helpers, under the lock, or as many as the system gives. */
+/* Create at least `wanted` helpers, under the lock, or as many as the system allows. */
 static void have_helpers(int wanted)
 {
     static int handles_forks;
@@ -159,7 +159,7 @@ static void have_helpers(int wanted)
         handles_forks = pthread_atfork(NULL, NULL, forget_helpers) == 0;
     pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
     pthread_attr_setstacksize(&attributes, 1 << 18);
-    sigfillset(&all); /* signals are for the threads of the program */
+    sigfillset(&all); /* the threads of the program handle the signals */
     sigdelset(&all, SIGBUS);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     while (handles_forks && num_helpers < wanted
@@ -171,7 +171,7 @@ static void have_helpers(int wanted)
 }
 
 /* Keep helpers off the core of this thread, under the lock: virtual machines wake a thread there,
-   though others are idle, and then it interrupts what it should help. */
+   even if other cores are idle, and then the helper interrupts the thread that it should help. */
 static void keep_apart(void)
 {
     int core = sched_getcpu();
@@ -202,14 +202,14 @@ static void share(struct copy *copy, int wanted)
     pthread_mutex_unlock(&lock);
 }
 
-/* Copy what is left, and wait for the helpers. */
+/* Copy the rest, and wait for the helpers. */
 static void finish(struct copy *copy)
 {
     copy_parts(copy);
     if (!copy->is_shared || copy->pid != getpid())
         return;
     copy->is_shared = 0;
-    /* What is left of one part takes less time than to go to sleep. */
+    /* The rest of one part takes less time than going to sleep. */
     for (int i = 0; i < MAX_SPINS && __atomic_load_n(&copy->num_helping, __ATOMIC_ACQUIRE); i++)
         mpistrat_pause();
     pthread_mutex_lock(&lock);
@@ -236,7 +236,7 @@ int mpistrat_is_int64(PyObject *object)
            && PyArray_ISCARRAY_RO((PyArrayObject *)object);
 }
 
-/* Fill `copy` for the arguments of copy_rows; 0 where they are right. */
+/* Fill `copy` from the arguments of copy_rows; 0 if they are valid. */
 static int prepare(struct copy *copy, PyObject *const *args)
 {
     if (!PyArray_CheckExact(args[0]) || !mpistrat_is_int64(args[1])
@@ -271,7 +271,7 @@ static int prepare(struct copy *copy, PyObject *const *args)
             PyErr_Format(PyExc_IndexError, "copy_rows: no row %lld", (long long)copy->places[i]);
             return -1;
         }
-        /* Mapped when it was shorter. */
+        /* Outside of the mapping: the file was shorter when it was mapped. */
         copy->has_failed |= copy->offsets[i] < 0 || copy->offsets[i] > num_bytes - copy->row_bytes;
     }
     if (copy->has_failed)
@@ -283,9 +283,9 @@ static int prepare(struct copy *copy, PyObject *const *args)
     return 0;
 }
 
-/* copy_rows(mapped, offsets, places, rows): copy to row places[i] of `rows`, or to row i where
-   `places` is None, what begins at byte offsets[i] of `mapped`. Returns whether all of it could be
-   read: False where the file has become shorter since. */
+/* copy_rows(mapped, offsets, places, rows): copy the bytes at byte offsets[i] of `mapped` to row
+   places[i] of `rows`, or to row i if `places` is None. Returns whether all of them could be read:
+   False if the file has become shorter since. */
 PyObject *mpistrat_copy_rows(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
 {
     (void)module;
@@ -300,8 +300,8 @@ PyObject *mpistrat_copy_rows(PyObject *module, PyObject *const *args, Py_ssize_t
     return PyBool_FromLong(!copy.has_failed);
 }
 
-/* begin_copy(mapped, offsets, places, rows, num_helpers): begin the same in other threads. Returns
-   what end_copy takes; nobody may change the arrays until then. */
+/* begin_copy(mapped, offsets, places, rows, num_helpers): begin the same copy in other threads.
+   Returns the argument for end_copy; the arrays must not change until then. */
 PyObject *mpistrat_begin_copy(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
 {
     (void)module;
@@ -327,7 +327,7 @@ PyObject *mpistrat_begin_copy(PyObject *module, PyObject *const *args, Py_ssize_
     return capsule;
 }
 
-/* end_copy(copy): do what is left of a copy. Returns what copy_rows does. */
+/* end_copy(copy): copy the rest of a copy that has begun. Returns the same as copy_rows. */
 PyObject *mpistrat_end_copy(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
 {
     (void)module;

@@ -1,7 +1,7 @@
-/* Mapped files, and their chunks, decoded to where a window has them, without Python's lock.
+/* Mapped files, whose chunks are decoded to their places in a window, without Python's lock.
 
-   A mapped file that becomes shorter, or a disk that fails, raises SIGBUS where it is touched.
-   That ends the work, and not the job. */
+   If a mapped file becomes shorter, or a disk fails, touching the memory raises SIGBUS. Here that
+   ends the work, but not the job. */
 
 #include "native.h"
 
@@ -20,11 +20,11 @@ static void on_bus_error(int number)
 {
     if (mpistrat_way_out != NULL)
         siglongjmp(*mpistrat_way_out, 1);
-    /* Not ours: the instruction runs again, under the handler that was there before. */
+    /* Not from this module: the instruction runs again, under the previous handler. */
     sigaction(number, &handler_before, NULL);
 }
 
-/* Handlers belong to the process, and other modules set theirs at any time. */
+/* Handlers belong to the process, and other modules may set theirs at any time. */
 int mpistrat_guard(void)
 {
     struct sigaction found, ours = {0};
@@ -49,8 +49,8 @@ static npy_uint64 big_endian(const unsigned char *bytes, int count)
     return number;
 }
 
-/* A chunk of HDF5's filter for LZ4: its size (8 bytes) and that of a block (4), then the blocks,
-   each behind its own size (4). A block that LZ4 could not shorten is stored as it is. */
+/* A chunk of HDF5's filter for LZ4: its size (8 bytes) and its block size (4), then the blocks,
+   each preceded by its own size (4). A block that LZ4 could not shorten is stored unchanged. */
 static int decode_lz4(lz4_function *decompress, char *to, npy_uint64 room, const char *from,
                       npy_uint64 size)
 {
@@ -79,7 +79,7 @@ struct chunk {
     npy_int64 offset, size, filter_mask;
 };
 
-/* Returns how many were decoded before the first that cannot be. */
+/* Returns how many chunks were decoded before the first one that cannot be. */
 static npy_intp decode_all(char is_lz4, void *function, const char *from, const struct chunk *chunks,
                            char **targets, npy_intp num_bytes, npy_intp count)
 {
@@ -94,7 +94,7 @@ static npy_intp decode_all(char is_lz4, void *function, const char *from, const 
         const struct chunk *chunk = &chunks[done];
         const char *stored = from + chunk->offset;
         char *to = targets[done];
-        if (chunk->filter_mask & 1) { /* the filter was left out */
+        if (chunk->filter_mask & 1) { /* the filter was skipped */
             if (chunk->size != num_bytes)
                 break;
             memcpy(to, stored, num_bytes);
@@ -113,8 +113,8 @@ static npy_intp decode_all(char is_lz4, void *function, const char *from, const 
 
 /* decode_chunks(codec, function, mapped, chunks, targets): fill each array of the list `targets`
    with a chunk of `mapped`, whose offset, size and filter mask `chunks` has as int64. `codec` is
-   "lz4" or "zstd", and `function` the address of what decodes it. Returns how many were filled
-   before the first that is damaged, or that is beyond the end of a file made shorter. */
+   "lz4" or "zstd", and `function` is the address of the decoder. Returns how many were filled
+   before the first chunk that is damaged, or beyond the end of a file that became shorter. */
 PyObject *mpistrat_decode_chunks(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
 {
     (void)module;
@@ -162,8 +162,8 @@ PyObject *mpistrat_decode_chunks(PyObject *module, PyObject *const *args, Py_ssi
     return PyLong_FromSsize_t(done);
 }
 
-/* ask_for(descriptor, offsets, num_bytes): have the system begin to read so many bytes of a file
-   from each of `offsets` on. What is in memory already costs little. */
+/* ask_for(descriptor, offsets, num_bytes): let the system begin to read this many bytes of a file
+   from each of `offsets` on. Bytes that are in memory already cost little. */
 PyObject *mpistrat_ask_for(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
 {
     (void)module;
@@ -190,7 +190,7 @@ static void unmap(PyObject *capsule)
 }
 
 /* map_file(descriptor, num_bytes): the bytes of a file as a read-only array, which needs no open
-   descriptor, and is for copy_rows alone: others would end by the signal. */
+   descriptor. Only copy_rows may read it: other code would be ended by the signal. */
 PyObject *mpistrat_map_file(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
 {
     (void)module;

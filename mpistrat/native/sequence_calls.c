@@ -1,7 +1,7 @@
 /* Python's calls of the functions of sequences.c.
 
-   Sequences and the values of rounds are given by their addresses, numbers that are reduced as
-   arrays. The callers in comm/ are trusted with dtypes and lengths; the checks here prevent reads
+   Sequences and the values of rounds are passed by address, numbers to reduce as arrays. The
+   callers in comm/ are trusted to pass correct dtypes and lengths; the checks here prevent reads
    and writes elsewhere. Functions that may wait let other threads run. */
 
 #include "native.h"
@@ -97,7 +97,7 @@ int mpistrat_meet(struct sequence *seq, uint64_t *values, uint64_t *largest, int
     memcpy(values, own, sizeof own);
     mpistrat_round_start(seq, values);
     int done = mpistrat_round_done(seq, largest, SOON);
-    if (!done) { /* a late rank may need another thread of this one */
+    if (!done) { /* a late rank may need a different thread of this rank */
         Py_BEGIN_ALLOW_THREADS
         done = mpistrat_round_done(seq, largest, turns);
         Py_END_ALLOW_THREADS
@@ -170,8 +170,8 @@ PyObject *mpistrat_call_combine_rows(PyObject *module, PyObject *const *args, Py
 
 /* ---- reductions ---- */
 
-/* Describe a list of targets, and one of sources for each row of them, row by row. `room` serves
-   where they are few; else the pieces are to be freed. */
+/* Describe a list of targets, and a list of sources for each row, row by row. A short list uses
+   `room`; otherwise the caller frees the pieces. */
 static int take_message(PyObject *sources, PyObject *targets, struct piece *room,
                         struct message *message)
 {
@@ -309,7 +309,7 @@ PyObject *mpistrat_call_collect_slices(PyObject *module, PyObject *const *args, 
     Py_RETURN_NONE;
 }
 
-/* reduce_part(seq, function, source, starts, at, most) -> (address, bytes) of the room */
+/* reduce_part(seq, function, source, starts, at, most) -> (address, bytes) of the memory */
 PyObject *mpistrat_call_reduce_part(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
 {
     (void)module;

@@ -1,22 +1,22 @@
-/* Shared-memory collectives of the ranks of one node. comm/shared_memory.py makes the memory.
+/* Shared-memory collectives of the ranks of one node. comm/shared_memory.py creates the memory.
 
-   A sequence is a series of steps that all ranks go through. Each rank has a line in it: a counter
-   of the steps at which it has arrived, which only this rank writes, and two halves for data, used
-   in turn. A rank that has arrived at step k has left step k - 1, so a half is free again as soon
-   as every rank has arrived at the step after the one that used it. The counter is written with
-   release and read with acquire order: a rank that sees a step of another rank sees all that the
-   other wrote before.
+   A sequence is a series of steps that all ranks take. Each rank has a line in it: a counter of the
+   steps at which it has arrived, which only this rank writes, and two halves for data, used in
+   turn. A rank that has arrived at step k has left step k - 1, so a half is free again as soon as
+   every rank has arrived at the step after the one that used it. The counter is written with
+   release and read with acquire order: a rank that sees a step of another rank sees everything that
+   the other rank wrote before.
 
-   Each rank also has an arena in this memory, for results. If those of a message lie there on all
-   ranks, each rank writes its slice of them to all arenas, and nobody has to copy them out.
+   Each rank also has an arena in this memory, for results. If the results of a message are there on
+   all ranks, each rank writes its slice of them to all arenas, and no rank has to copy them out.
 
-   Who waits looks again and again, which is fastest where each rank has a core. Where ranks share
-   cores, or the program computes meanwhile on another thread, that takes the core from those that
-   are waited for. So after a time it sleeps, until a rank arrives.
+   A waiting rank polls, which is fastest if each rank has a core. If ranks share cores, or the
+   program computes on another thread in the meantime, polling takes the core from the ranks that it
+   waits for. So after a time the rank sleeps, until a rank arrives.
 
    No function keeps state outside of its sequence. A function that can wait without end (reduce)
-   may be called only when every rank has agreed to call it. Its wait ends where a rank has left:
-   then nothing is to be read of the results. */
+   may be called only when every rank has agreed to call it. Its wait ends if a rank has left: then
+   the results must not be read. */
 
 #include "sequences.h"
 #include "pause.h"
@@ -38,18 +38,18 @@
 enum { GOAL = 64, LINE_HEAD = 128, ROUND_HEAD = 64, GRAIN = 64, CHUNK = 8192, VALUES = 4 };
 enum { IS_ASLEEP = 8, EXPECTED = 16, HAS_LEFT = 24, NUM_WAKES = 72 };
 enum { NAP_NS = 1000000, TURNS_OF_NAP = 256 };
-enum { MOST_ENTRIES = 32 }; /* the counter of up to 2**31 ranks */
+enum { MOST_ENTRIES = 32 }; /* enough for the counter of up to 2**31 ranks */
 enum { PAST_BYTES = 1 << 22 }; /* more results than this do not stay in a core's caches */
 
 /* ---- waiting ---- */
 
-/* Whether this rank sleeps, beside its counter: who reads one has the other. */
+/* Whether this rank sleeps. Stored next to its counter, so that one read loads both. */
 static uint32_t *is_asleep(const struct sequence *seq, int64_t rank)
 {
     return (uint32_t *)(seq->line[rank] + IS_ASLEEP);
 }
 
-/* How often this rank was woken, which it sleeps on. */
+/* How often this rank was woken; the rank sleeps on this word. */
 static uint32_t *num_wakes(const struct sequence *seq, int64_t rank)
 {
     return (uint32_t *)(seq->line[rank] + NUM_WAKES);
@@ -65,7 +65,7 @@ static void wake(const struct sequence *seq, int64_t rank)
 #endif
 }
 
-/* In one order with the looks of those that fall asleep: they see the step, or are seen. */
+/* Ordered with the checks of ranks that fall asleep: either they see the step, or are seen. */
 static void arrive(struct sequence *seq)
 {
     seq->step++;
@@ -107,14 +107,14 @@ static int64_t now_ns(void)
     return now.tv_sec * 1000000000LL + now.tv_nsec;
 }
 
-/* A wait: how often it has looked, and since when. */
+/* A wait: how often it has polled, and since when. */
 struct wait {
     int64_t turns, began_ns;
 };
 
 /* Wait a moment. Ranks that share a core then yield it to each other. A rank that has its own core
-   does not: another program on that core would keep it for milliseconds. It sleeps instead, and
-   gets the core back as soon as it is woken. */
+   does not yield: another program on that core would keep it for milliseconds. It sleeps instead,
+   and gets the core back as soon as it is woken. */
 static void relax(const struct sequence *seq, struct wait *wait)
 {
     if (wait->turns++ % 32 != 31) {
@@ -133,7 +133,7 @@ static void relax(const struct sequence *seq, struct wait *wait)
     wait->turns += TURNS_OF_NAP;
 }
 
-/* Whether a rank has left, as another one is dead: the others then leave too. */
+/* Whether a rank has left, because another one is dead: the other ranks then leave too. */
 static int one_has_left(const struct sequence *seq)
 {
     for (int64_t q = 0; q < seq->size; q++)
@@ -142,7 +142,7 @@ static int one_has_left(const struct sequence *seq)
     return 0;
 }
 
-/* Return whether all ranks have arrived; if not, this one has left. */
+/* Return whether all ranks have arrived; if not, this rank has left. */
 static int wait_for_all(const struct sequence *seq)
 {
     struct wait wait = {0, 0};
@@ -170,7 +170,7 @@ void mpistrat_round_start(struct sequence *seq, const uint64_t *values)
     arrive(seq);
 }
 
-/* Look up to `turns` times whether all ranks have arrived; then write the largest of each value. */
+/* Poll up to `turns` times whether all ranks have arrived; then write the largest of each value. */
 int mpistrat_round_done(const struct sequence *seq, uint64_t *largest, int64_t turns)
 {
     struct wait wait = {0, 0};
@@ -188,7 +188,7 @@ int mpistrat_round_done(const struct sequence *seq, uint64_t *largest, int64_t t
     return 1;
 }
 
-/* Sleep until some rank arrives, at most NAP_NS; then the same with one look. */
+/* Sleep until some rank arrives, at most NAP_NS; then do the same with one poll. */
 int mpistrat_round_rest(const struct sequence *seq, uint64_t *largest)
 {
     if (!all_have_arrived(seq))
@@ -196,7 +196,7 @@ int mpistrat_round_rest(const struct sequence *seq, uint64_t *largest)
     return mpistrat_round_done(seq, largest, 1);
 }
 
-/* Tell the other ranks that this one comes to collective `number` now, and look for `limit_ns`
+/* Tell the other ranks that this one reaches collective `number` now, and poll for `limit_ns`
    whether each of them has told the same, or has arrived. */
 int mpistrat_round_expect(const struct sequence *seq, int64_t number, int64_t limit_ns)
 {
@@ -223,7 +223,7 @@ int mpistrat_round_expect(const struct sequence *seq, int64_t number, int64_t li
 #define EACH_MACHINE
 #endif
 
-/* Of a loop: no turn reads what another one writes. */
+/* For a loop: no iteration reads what a different one writes. */
 #if defined(__clang__)
 #define EACH_APART _Pragma("clang loop vectorize(assume_safety)")
 #elif defined(__GNUC__)
@@ -232,7 +232,7 @@ int mpistrat_round_expect(const struct sequence *seq, int64_t number, int64_t li
 #define EACH_APART
 #endif
 
-/* `result` may be one of the operands, but not overlap them in another way. */
+/* `result` may be one of the operands, but must not overlap them in any other way. */
 typedef void combine_function(char *result, const char *left, const char *right, int64_t num_bytes);
 
 #define COMBINE(NAME, TYPE, VALUE)                                                          \
@@ -278,8 +278,8 @@ static combine_function *const combine_functions[] = {
     max_i1, max_i2, max_i4, max_i8, max_u1, max_u2, max_u4, max_u8,
 };
 
-/* Which NaN a sum passes on depends on the order of the operands in its registers, so the last sum
-   of all makes it NumPy's. */
+/* Which NaN a sum returns depends on the order of the operands in its registers, so the very last
+   sum replaces any NaN by NumPy's. */
 #define LAST(NAME, TYPE, MASK, VALUE)                                                       \
     EACH_MACHINE static void NAME(char *result, const char *left, const char *right,        \
                                   int64_t num_bytes)                                        \
@@ -337,7 +337,7 @@ static void divide(char *total, int64_t num_bytes, int64_t itemsize, int64_t div
 
 /* ---- reductions ---- */
 
-/* A position in the pieces of a message; whether what is written there goes past the caches. */
+/* A position in the pieces of a message; and whether data written there bypasses the caches. */
 struct place {
     const struct piece *piece;
     int64_t offset;
@@ -356,7 +356,7 @@ static void copy_in(struct place *from, char *to, int64_t num_bytes)
     }
 }
 
-/* What lies there already, as the source of the same piece, is in the caches. */
+/* A target that is also the source of its piece is in the caches already. */
 static int writes_past(const struct place *to)
 {
     return to->goes_past && to->piece->source != to->piece->target;
@@ -378,7 +378,7 @@ static void copy_past(char *to, const char *from, int64_t num_bytes)
     memcpy(to, from, num_bytes);
 }
 
-/* Have others see what was copied past the caches before anything that is written from now on. */
+/* Let other ranks see data copied past the caches before anything that is written from now on. */
 static void end_copies_past(void)
 {
 #ifdef __SSE2__
@@ -413,7 +413,7 @@ static void skip(struct place *place, int64_t num_bytes)
     }
 }
 
-/* The next bytes of the sources: where they are, or copied to `room` if they are in several. */
+/* The next bytes of the sources: in their own memory, or copied to `room` if they span several. */
 static const char *next_of(struct place *from, char *room, int64_t num_bytes)
 {
     if (from->piece->num_bytes - from->offset > num_bytes) {
@@ -424,9 +424,9 @@ static const char *next_of(struct place *from, char *room, int64_t num_bytes)
     return room;
 }
 
-/* Where slice `number` of `owners` in a block begins, at a multiple of GRAIN. The ranks below
-   `owners` have one each; the others have none, and begin at the end. A grain is a cache line, so
-   that no two ranks write to the same one. */
+/* The start of slice `number` of `owners` in a block, at a multiple of GRAIN. The ranks below
+   `owners` have one slice each; the other ranks have none, and begin at the end. A grain is a cache
+   line, so that no two ranks write to the same line. */
 static int64_t slice_start(int64_t num_bytes, int64_t owners, int64_t number)
 {
     int64_t grains = (num_bytes + GRAIN - 1) / GRAIN;
@@ -434,26 +434,27 @@ static int64_t slice_start(int64_t num_bytes, int64_t owners, int64_t number)
     return start < num_bytes ? start : num_bytes;
 }
 
-/* Where to write the next bytes of the targets: there, or to `room`, from where `copy_out` is to
-   take them. */
+/* Where to write the next bytes of the targets: directly there, or to `room`, from which `copy_out`
+   takes them. */
 static char *room_at(const struct place *to, char *room, int64_t num_bytes)
 {
     int fits = to->piece->num_bytes - to->offset >= num_bytes;
     return fits && !writes_past(to) ? to->piece->target + to->offset : room;
 }
 
-/* The sum of one chunk over the rows, as far as it has come: a binary counter. Each entry is the sum
-   of 2**k neighbours, the last one of the smallest k. comm/ops.py has the same tree. */
+/* The partial sum of one chunk over the rows: a binary counter. Each entry is the sum of 2**k
+   neighbours; the last one has the smallest k. comm/ops.py has the same tree. */
 struct counter {
     combine_function *combine, *last;
     const char *entry[MOST_ENTRIES];
     int num_entries;
-    char *sums; /* room for the sum of each entry, at a distance of `stride` */
+    char *sums; /* memory for the sum of each entry, at a distance of `stride` */
     int64_t stride;
 };
 
-/* Add a row, and combine it with the last `num_combined` entries; of the last row, with all, whose
-   sum goes to `result`. A row of this rank may lie there, so nothing is written there before. */
+/* Add a row, and combine it with the last `num_combined` entries. The last row is combined with all
+   entries, and the sum is written to `result`. A row of this rank may be there, so nothing is
+   written there before. */
 static void count_in(struct counter *counter, const char *row, int64_t num_combined, int is_last,
                      char *result, int64_t num_bytes)
 {
@@ -471,13 +472,13 @@ static void count_in(struct counter *counter, const char *row, int64_t num_combi
     counter->entry[counter->num_entries++] = row;
 }
 
-/* How many rows a rank brings. */
+/* How many rows a rank contributes. */
 static int64_t rows_of(const struct order *order, int64_t rank)
 {
     return order == NULL ? 1 : order->numbers[rank];
 }
 
-/* With how many entries a row is combined, if it is not the last. */
+/* The number of entries with which a row is combined, if it is not the last row. */
 static int64_t num_combined(const struct sequence *seq, const struct order *order, int64_t row)
 {
     if (order != NULL)
@@ -488,7 +489,7 @@ static int64_t num_combined(const struct sequence *seq, const struct order *orde
     return count;
 }
 
-/* How many sums wait at a time. */
+/* How many partial sums are kept at the same time. */
 static int64_t most_sums(const struct sequence *seq, const struct order *order)
 {
     if (order != NULL)
@@ -499,15 +500,15 @@ static int64_t most_sums(const struct sequence *seq, const struct order *order)
     return count;
 }
 
-/* Where the rows of all ranks lie: those of this rank at `in`, which moves behind them, those of the
-   others in their halves, at a distance of `stride`. */
+/* The rows of all ranks: those of this rank at `in`, which moves behind them, those of other ranks
+   in their halves, at a distance of `stride`. */
 struct rows {
     int64_t use, stride;
     struct place *in;
 };
 
-/* Reduce bytes [start, stop) of a block, in a fixed tree. The results go to `out`, and to this
-   rank's half if `shares`. */
+/* Reduce bytes [start, stop) of a block, in a fixed tree. The results are written to `out`, and to
+   this rank's half if `shares`. */
 static void reduce_range(const struct sequence *seq, const struct arithmetic *how,
                          const struct rows *rows, int64_t start, int64_t stop, struct place out,
                          int shares)
@@ -550,15 +551,15 @@ static void reduce_range(const struct sequence *seq, const struct arithmetic *ho
     }
 }
 
-/* A few numbers may travel with the values of a round. Contribute them to the next one, as row
-   `offset` bytes behind the first. */
+/* A few numbers can be sent with the values of a round. Contribute them to the next round, as the
+   row `offset` bytes behind the first. */
 void mpistrat_round_contribute(struct sequence *seq, const char *source, int64_t num_bytes,
                                int64_t offset)
 {
     memcpy(half_of(seq, seq->own, seq->step + 1) + ROUND_HEAD + offset, source, num_bytes);
 }
 
-/* Reduce what all ranks have contributed to the round that is done: rows at a distance of `stride`. */
+/* Reduce the contributions of all ranks to the completed round: rows at a distance of `stride`. */
 void mpistrat_round_result(struct sequence *seq, struct arithmetic how, int64_t stride,
                            char *target, int64_t num_bytes)
 {
@@ -575,8 +576,8 @@ void mpistrat_round_result(struct sequence *seq, struct arithmetic how, int64_t 
                  (struct place){pieces, 0, 0}, 0);
 }
 
-/* The same of a few numbers that came by MPI: one row of each rank, at a distance of `stride`, which
-   they fill at most. `target` is elsewhere. */
+/* The same for a few numbers that MPI has received: one row per rank, at a distance of `stride`,
+   which a row does not exceed. `target` is different memory. */
 void mpistrat_combine_rows(struct arithmetic how, const char *rows, int64_t stride,
                            int64_t num_rows, char *target, int64_t num_bytes)
 {
@@ -601,8 +602,8 @@ static int64_t *goal_of(const struct sequence *seq, int64_t rank)
     return (int64_t *)(seq->line[rank] + GOAL);
 }
 
-/* Publish, with the next step, where in its arena this rank wants the results: -1 if they are
-   several, or elsewhere. */
+/* Publish, with the next step, where in its arena this rank wants the results: -1 if there are
+   several targets, or if they are elsewhere. */
 static void publish_goal(struct sequence *seq, const struct message *message)
 {
     int64_t goal = -1;
@@ -614,7 +615,7 @@ static void publish_goal(struct sequence *seq, const struct message *message)
     *goal_of(seq, seq->own) = goal;
 }
 
-/* Whether all ranks want them there. Valid between the two steps of a first block. */
+/* Whether all ranks have their targets in arenas. Valid between the two steps of a first block. */
 static int all_have_goals(const struct sequence *seq)
 {
     for (int64_t q = 0; q < seq->size; q++)
@@ -647,12 +648,12 @@ static void reduce_range_for_all(const struct sequence *seq, const struct arithm
 
 /* ---- reductions: blocks ---- */
 
-/* Copy in what the others need of a block of one row, to `room`. `in` moves behind the block.
-   Returns where the slice of this rank begins. */
+/* Copy to `room` the parts of a block of one row that other ranks need. `in` moves behind the
+   block. Returns where the slice of this rank begins. */
 static struct place contribute_row(const struct sequence *seq, struct place *in, char *room,
                                    int64_t num_bytes, int64_t small, int contributed)
 {
-    int64_t size = num_bytes > small ? seq->size : 1; /* of small blocks, all need all */
+    int64_t size = num_bytes > small ? seq->size : 1; /* every rank needs all of a small block */
     int64_t number = num_bytes > small ? seq->own : 1;
     int64_t start = slice_start(num_bytes, size, number);
     int64_t stop = slice_start(num_bytes, size, number + 1);
@@ -702,8 +703,8 @@ void mpistrat_reduce_contribute(struct sequence *seq, struct message message)
         contribute_block(seq, &message, in, slices, num_bytes, 0);
 }
 
-/* Withdraw what mpistrat_reduce_contribute has brought. The ranks have not agreed, so no rank has
-   used it. */
+/* Withdraw the contribution of mpistrat_reduce_contribute. The ranks have not agreed, so no rank
+   has used it. */
 void mpistrat_reduce_withdraw(struct sequence *seq)
 {
     seq->step--;
@@ -724,11 +725,12 @@ static void collect_block(const struct sequence *seq, int64_t use, struct place 
     }
 }
 
-/* Reduce the concatenation of pieces over the ranks; results go to the targets of the pieces.
+/* Reduce the concatenation of pieces over the ranks; results are written to the targets of the
+   pieces.
 
-   Each block is two steps. Between them its sources lie in the halves; after them its results do,
-   unless they are at their targets already. `contributed` says that mpistrat_reduce_contribute was
-   called with the same message. */
+   Each block is two steps. Between them its sources are in the halves; after them its results are
+   there, unless they are at their targets already. `contributed` says that
+   mpistrat_reduce_contribute was called with the same message. */
 void mpistrat_reduce(struct sequence *seq, struct arithmetic how, struct message message,
                      int contributed)
 {
@@ -747,7 +749,7 @@ void mpistrat_reduce(struct sequence *seq, struct arithmetic how, struct message
         if (!wait_for_all(seq))
             return;
         if (num_bytes <= message.small) {
-            arrive(seq); /* nobody waits for this step */
+            arrive(seq); /* no rank waits for this step */
             reduce_range(seq, &how, &rows, 0, num_bytes, own_out, 0);
             skip(&out, num_bytes);
             continue;
@@ -772,12 +774,12 @@ void mpistrat_reduce(struct sequence *seq, struct arithmetic how, struct message
     if (for_all && !wait_for_all(seq))
         return;
     if (out.goes_past)
-        end_copies_past(); /* another thread may look at the results next */
+        end_copies_past(); /* a different thread may read the results next */
 }
 
-/* The same for one block in three calls, so that the caller can reduce the slice further, with other
-   nodes, in between. Only the first `owners` ranks have slices. First: do the part that needs no
-   other rank; mpistrat_reduce_withdraw takes it back. */
+/* The same for one block in three calls, so that the caller can reduce the slice further, with
+   other nodes, in between. Only the first `owners` ranks have slices. First: do the part that needs
+   no other rank; mpistrat_reduce_withdraw withdraws it. */
 void mpistrat_contribute_slices(struct sequence *seq, int64_t owners, const char *source,
                                 int64_t num_bytes)
 {
@@ -789,7 +791,7 @@ void mpistrat_contribute_slices(struct sequence *seq, int64_t owners, const char
     arrive(seq);
 }
 
-/* Second. `slice` gets the address of that of this rank and its length in bytes. */
+/* Second: `slice` gets the address and the length in bytes of this rank's slice. */
 void mpistrat_reduce_slice(struct sequence *seq, int64_t function, int64_t owners,
                            const char *source, int64_t num_bytes, int64_t slice[2])
 {
@@ -808,7 +810,7 @@ void mpistrat_reduce_slice(struct sequence *seq, int64_t function, int64_t owner
     slice[1] = stop - start;
 }
 
-/* Bytes [at, at + most) of the part that `rank` owns of an array. */
+/* Bytes [at, at + most) of the part of an array that `rank` owns. */
 static struct range chunk_of(const struct parts *parts, int64_t rank)
 {
     int64_t left = parts->start[rank + 1] - parts->start[rank] - parts->at;
@@ -816,9 +818,9 @@ static struct range chunk_of(const struct parts *parts, int64_t rank)
     return (struct range){parts->start[rank] + parts->at, num_bytes > 0 ? num_bytes : 0};
 }
 
-/* Reduce a chunk of the part that this rank owns; each rank brings the whole array. `room` gets the
-   address of the result, which is for mpistrat_collect_parts to overwrite and share, and its
-   length. Each half has room for a chunk of every rank. */
+/* Reduce a chunk of the part that this rank owns; each rank contributes the whole array. `room`
+   gets the address and the length of the result, which mpistrat_collect_parts shares after the
+   caller has overwritten it. Each half has space for a chunk of every rank. */
 void mpistrat_reduce_part(struct sequence *seq, int64_t function, const char *source,
                           struct parts parts, int64_t room[2])
 {
@@ -842,8 +844,8 @@ void mpistrat_reduce_part(struct sequence *seq, int64_t function, const char *so
     room[1] = mine.num_bytes;
 }
 
-/* Take from each rank what it has left in the room that mpistrat_reduce_part has given it. Without
-   a target nothing is taken. */
+/* Copy from each rank the data that it has left in the memory that mpistrat_reduce_part returned to
+   it. Without a target nothing is copied. */
 void mpistrat_collect_parts(struct sequence *seq, char *target, struct parts parts)
 {
     int64_t use = (seq->step - 1) / 2;

@@ -6,45 +6,45 @@
 #include <stdint.h>
 
 struct sequence {
-    int64_t size, own;            /* ranks, and the number of this one */
+    int64_t size, own;            /* number of ranks, and the number of this one */
     int64_t step;                 /* steps at which this rank has arrived */
     int64_t half;                 /* bytes of each half */
     int64_t arena, arena_bytes;   /* memory of each rank for results: offset from its line, length */
-    int64_t patience_ns;          /* how long a wait looks at the other ranks before it sleeps */
+    int64_t patience_ns;          /* how long a wait polls the other ranks before it sleeps */
     int64_t keeps_core;           /* whether it keeps the core until then */
-    char *line[];                 /* of each rank: counter and goal, halves from LINE_HEAD on */
+    char *line[];                 /* per rank: counter and goal, halves from LINE_HEAD on */
 };
 
-/* A part of what is reduced. */
+/* A part of an array to reduce. */
 struct piece {
     const char *source;
     char *target;
     int64_t num_bytes;
 };
 
-/* In which order rows are combined, where a rank brings several. `numbers` has the number of rows of
-   each rank, and then, for each row, with how many sums before it it is combined; `most_sums` wait at
-   a time. */
+/* The order in which rows are combined, if a rank contributes several. `numbers` has the number of
+   rows of each rank, and then, for each row, the number of earlier sums with which it is combined;
+   at most `most_sums` sums are kept at the same time. */
 struct order {
     int64_t most_sums, numbers[];
 };
 
-/* How numbers are combined: the number of a function, what floats of a size are divided by, and in
-   which order: NULL for one row of each rank. */
+/* How numbers are combined: the number of a function, the divisor for floats and their size, and
+   the order, which is NULL for one row per rank. */
 struct arithmetic {
     int64_t function, divisor, itemsize;
     const struct order *order;
 };
 
-/* What is reduced: `num_rows` rows of this rank, each of `num_pieces` pieces and `total` bytes, in
-   blocks of `block` bytes, for each row at most its part of a half. Of blocks up to `small` bytes,
-   every rank reduces everything. */
+/* The arrays to reduce: `num_rows` rows of this rank, each of `num_pieces` pieces and `total`
+   bytes, in blocks of `block` bytes, at most one row's part of a half. For blocks up to `small`
+   bytes, every rank reduces everything. */
 struct message {
     const struct piece *pieces;
     int64_t num_rows, num_pieces, total, block, small;
 };
 
-/* A chunk of the part that each rank owns of an array, in bytes: part r lies from start[r] on. */
+/* A chunk of the part of an array that each rank owns, in bytes: part r begins at start[r]. */
 struct parts {
     const int64_t *start;
     int64_t at, most;

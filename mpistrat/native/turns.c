@@ -1,12 +1,13 @@
-/* Turns of threads, handed over without Python's lock.
+/* Turns of threads, passed on without Python's lock.
 
-   A thread that releases a lock of the module threading and then waits for another one still has
-   Python's lock while the system wakes the next thread, which has to sleep again until that one is
-   free. Here Python's lock is released first, so a turn costs one wake-up.
+   A thread that releases a lock of the module threading and then waits for another lock still has
+   Python's lock while the system wakes the next thread. That thread has to sleep again until
+   Python's lock is free. Here Python's lock is released first, so a turn costs one wake-up.
 
-   To wake a thread on another core takes ten times as long as on this one, which is about to be free.
-   So a thread that waits for its turn may run only on the core of the thread that gives it, and on
-   all its cores again as soon as it runs: threads that it starts never see less. */
+   Waking a thread on a different core takes ten times as long as on this core, which is about to be
+   free. So a thread that waits for its turn may run only on the core of the thread that passes the
+   turn. As soon as it runs, it may use all its cores again: threads that it starts never see fewer.
+   */
 
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
@@ -26,8 +27,8 @@ static const char *const NAME = "mpistrat.turn";
 
 struct turn {
     PyThread_type_lock lock;
-    int waiter; /* the thread that waits for it, where it may be bound to a core; else 0 */
-    int is_taken; /* whether hand_over has taken it since it last gave another one for it */
+    int waiter; /* the thread that waits for it, if it may be bound to a core; else 0 */
+    int is_taken; /* whether hand_over has taken it since it last passed a turn on for it */
 #ifdef __linux__
     cpu_set_t cores; /* of the waiter */
 #endif
@@ -45,8 +46,8 @@ static void bind_waiter(const struct turn *turn)
     sched_setaffinity(waiter, sizeof here, &here);
 }
 
-/* Let who gives the turn bind this thread. An interrupted wait, which is begun again, may have been
-   bound already. */
+/* Let the thread that passes the turn bind this one. An interrupted wait, which is begun again, may
+   have been bound already. */
 static void begin_wait(struct turn *turn)
 {
     if (turn->waiter == 0 && sched_getaffinity(0, sizeof turn->cores, &turn->cores) == 0
@@ -86,7 +87,7 @@ static void free_turn(PyObject *capsule)
     PyMem_Free(turn);
 }
 
-/* make_turn(): a turn that nobody has been given */
+/* make_turn(): a turn that no thread has been passed */
 PyObject *mpistrat_make_turn(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
 {
     (void)module, (void)args, (void)num_args;
@@ -128,8 +129,8 @@ static void give(const struct turn *turn)
     PyThread_release_lock(turn->lock);
 }
 
-/* hand_over(given, awaited): give one turn and wait for the other. The handler of a signal may raise,
-   once the turn is given. */
+/* hand_over(given, awaited): pass one turn and wait for the other. The handler of a signal may
+   raise after the turn is passed. */
 PyObject *mpistrat_hand_over(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
 {
     (void)module;
@@ -159,8 +160,8 @@ PyObject *mpistrat_hand_over(PyObject *module, PyObject *const *args, Py_ssize_t
     }
 }
 
-/* has_taken(turn): whether the last hand_over that waited for it has taken it. A handler may raise
-   just behind it, too. */
+/* has_taken(turn): whether the last hand_over that waited for it has taken it. A handler may also
+   raise right after that. */
 PyObject *mpistrat_has_taken(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
 {
     (void)module;
@@ -170,7 +171,7 @@ PyObject *mpistrat_has_taken(PyObject *module, PyObject *const *args, Py_ssize_t
     return PyBool_FromLong(turn->is_taken);
 }
 
-/* park(given, awaited): the same in a kept thread, which handles no signals */
+/* park(given, awaited): the same in a kept thread, which does not handle signals */
 PyObject *mpistrat_park(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
 {
     (void)module;

@@ -22,7 +22,7 @@ __all__ = [
     "schedules",
 ]
 
-if not TYPE_CHECKING:  # for type checkers, a name that is missing is an error
+if not TYPE_CHECKING:  # so that type checkers still report missing names as errors
 
     def __getattr__(name: str) -> NoReturn:
         from mpistrat.system.migration import missing_name

@@ -40,17 +40,17 @@ from mpistrat.variables.variable import component_of
 
 @dataclass
 class _Counts:
-    """How much has been added: plain numbers, so that a device is not asked in each step."""
+    """Counts of added gradients: plain numbers, so that no step waits for a device."""
 
-    # A checkpoint saves those of rank 0. They are equal on all ranks, because `apply` needs that.
+    # A checkpoint saves rank 0's counts. They are equal on all ranks, because `apply` needs that.
 
     num_gradients: list[int]
-    """For each variable."""
+    """Number of gradients for each variable."""
     num_added: int = 0
 
     def take_in(self, places: Iterable[int]) -> None:
         """Count one `add`, with gradients for the variables at `places`."""
-        # The loop below changes the copy. An undo puts back the list that was there before.
+        # The loop below changes only the copy, so that an undo can restore the old list.
         self._set(list(self.num_gradients), self.num_added)
         for place_of_variable in places:
             self.num_gradients[place_of_variable] += 1
@@ -79,7 +79,7 @@ class _Counts:
 
 @dataclass
 class _CountsOfRank:
-    """The counts of the replicas of this rank, which are equal where a checkpoint is made."""
+    """The counts of the replicas of this rank, which are equal when a checkpoint is saved."""
 
     counts: list[_Counts]
 
@@ -92,7 +92,7 @@ class _CountsOfRank:
 
 
 def _ranks(accumulator: GradientAccumulator) -> Collectives:
-    """Return the ranks of an accumulator that may be used here."""
+    """Return the ranks of an accumulator, after checking that it may be used here."""
     check_scope(f"The {type(accumulator).__name__}", accumulator._sums[0])
     return context.collectives_of(accumulator._owner)
 
@@ -101,31 +101,31 @@ class GradientAccumulator(Trackable):
     """Adds up gradients of several micro-batches, and reduces the sums over replicas once.
 
     Each replica adds to its own sums, which are SyncOnRead SUM variables: nothing is sent
-    before `apply`. What the optimizer gets is the *sum* over micro-batches and replicas, so divide
+    before `apply`. The optimizer gets the *sum* over micro-batches and replicas, so divide
     each loss by the number of examples in all micro-batches of all replicas. Sums for float16 and
-    bfloat16 variables are float32, and are cast when the optimizer takes them.
+    bfloat16 variables are float32, and are cast when they are passed to the optimizer.
 
     In a checkpoint the sum for the variable ``model/kernel`` has the path
     ``accumulator/gradient_sum/model/kernel``. A job that was saved between two micro-batches
     resumes there, on any number of ranks: each gets an equal share of the sum. Copy an accumulator
     together with its variables, ``copy.deepcopy((variables, accumulator))``.
 
-    **Collective** in a strategy, because it makes variables: every rank names the same variables
+    **Collective** in a strategy, because it creates variables: every rank passes the same variables
     in the same order.
 
     Parameters
     ----------
     variables : iterable of Variable
-        Of floating dtype and of one strategy.
+        Variables of floating dtype, all from the same strategy.
 
     Raises
     ------
     ValueError
-        If there is no variable, or one comes twice.
+        If there is no variable, or one appears twice.
     TypeError
-        If an element is no variable, or a variable has no floating dtype.
+        If an element is not a variable, or a variable does not have a floating dtype.
     ContextError
-        If a variable belongs to another strategy.
+        If a variable belongs to a different strategy.
     NotImplementedError
         Under `ParameterServerStrategy`.
     CollectiveMismatchError
@@ -165,14 +165,14 @@ class GradientAccumulator(Trackable):
 
     @property
     def variables(self) -> tuple[Variable, ...]:
-        """The variables that gradients are accumulated for. Local."""
+        """Variables whose gradients are accumulated. Local."""
         return self._variables
 
     @property
     def _counts(self) -> _Counts:
-        """Those of the replica that runs."""
+        """Counts of the replica that runs."""
         owner, here = self._owner, self._counts_here
-        # A rank that has got the replicas of a lost one: the counts of all were equal then.
+        # A rank that has taken over replicas of a lost rank: all counts were equal at that time.
         num_replicas = len(owner.extended.local_replica_ids)
         if len(here) != num_replicas:
             here[:] = [copy.deepcopy(here[0]) for _ in range(num_replicas)]
@@ -181,42 +181,42 @@ class GradientAccumulator(Trackable):
 
     @property
     def num_added(self) -> int:
-        """How often this replica has called `add` since the last `apply` or `reset`. Local.
+        """Number of calls of `add` on this replica since the last `apply` or `reset`. Local.
 
-        `apply` makes sure that it is equal on all replicas.
+        `apply` checks that it is equal on all replicas.
         """
         return self._counts.num_added
 
     def add(self, grads_and_vars: Iterable[tuple[Any, Variable]]) -> None:
         """Add the gradients of one micro-batch to the sums of this replica, in place. Local.
 
-        Every replica makes one call for each micro-batch, also for one in which it has no
-        example: with zeros, or with ``None``.
+        Every replica makes one call per micro-batch. If it has no example in a micro-batch, it
+        passes zeros or ``None``.
 
         Parameters
         ----------
         grads_and_vars : iterable of (gradient, Variable)
-            As `Optimizer.apply_gradients` takes them, for all variables or for some. ``None``
+            Pairs as for `Optimizer.apply_gradients`, for all or some of the variables. ``None``
             adds nothing. Rows of `IndexedSlices` are added to the rows that they name.
 
         Raises
         ------
         ValueError
-            If there is no pair, a variable is none of the accumulator's, a shape does not fit;
-            or in cross-replica context, on every rank.
+            If there is no pair, a variable does not belong to the accumulator, or a shape does not
+            match; in cross-replica context, on every rank.
         TypeError
             If a gradient's dtype does not fit.
         IndexError
             If `IndexedSlices` have an index out of range.
         ContextError
-            In a context of another strategy.
+            In a context of a different strategy.
         """
         kind = f"{type(self).__name__}.add"
         self._check_adds_here(kind)
         gradients, variables = split_pairs(kind, grads_and_vars, may_repeat=True)
         places = self._places(kind, variables)
         present = [i for i, gradient in enumerate(gradients) if gradient is not None]
-        # Checked against the sums, which are wider than variables of 16 bits.
+        # Checked against the sums, whose dtype is wider than that of 16-bit variables.
         sums = [self._sums[places[i]] for i in present]
         if present:
             given = [gradients[i] for i in present]
@@ -226,7 +226,7 @@ class GradientAccumulator(Trackable):
         self._counts.take_in([places[i] for i in present])
 
     def _check_adds_here(self, kind: str) -> None:
-        """Refuse an `add` that would be no replica's own. Collective where it refuses."""
+        """Raise if the `add` does not belong to one replica. **Collective** if it raises."""
         check_scope(f"The {type(self).__name__}", self._sums[0])
         owner = self._owner
         where = context.mode_for(owner, f"The {type(self).__name__}")
@@ -251,7 +251,7 @@ class GradientAccumulator(Trackable):
     def _add_one(self, gradient: Any, total: Variable) -> None:
         device, storage = self._owner.extended.device, component_of(total)
         if isinstance(gradient, IndexedSlices):
-            # Not by CuPy's add.at, which adds in no order and lacks some dtypes.
+            # Not with CuPy's add.at, which adds in no fixed order and lacks some dtypes.
             rows = place(gradient.values, device)
             SCATTER_ADD.apply(storage, IndexedSlices(rows, host_view(gradient.indices)))
         else:
@@ -259,22 +259,23 @@ class GradientAccumulator(Trackable):
 
     @context.collective(of=_ranks)
     def grads_and_vars(self) -> list[tuple[Any, Variable]]:
-        """Return the sums over replicas, each with its variable, as messages of packs.
+        """Return the sums over replicas, each with its variable.
 
-        For your own optimizers: `apply` does all that the package's need. The sums stay until
-        `reset`. **Collective**: every rank has called `add` equally often.
+        Use this for your own optimizers; for the optimizers of mpistrat, `apply` does everything.
+        The sums are kept until `reset`. Small sums are sent in one message. **Collective**: every
+        rank has called `add` equally often.
 
         Returns
         -------
         list of (array, Variable)
-            ``None`` in place of an array where no gradient was added. Equal on all ranks.
+            Equal on all ranks. ``None`` takes the place of an array if no gradient was added.
 
         Raises
         ------
         ValueError
             If nothing has been added.
         ContextError
-            In a context of another strategy.
+            In a context of a different strategy.
         CollectiveMismatchError
             If the ranks disagree on the number of calls of `add`, or on which variables got a
             gradient.
@@ -298,11 +299,11 @@ class GradientAccumulator(Trackable):
                     f"{kind}: no gradient has been added since the last step (num_added is "
                     f"{self.num_added}). Call add for each micro-batch first."
                 )
-            # A rank that has missed a micro-batch would send a sum of fewer examples, and nothing
-            # else would show it.
+            # A rank that has missed a micro-batch would send a sum over fewer examples, and
+            # nothing else would reveal it.
             call.include(self.num_added, f"after {self.num_added} calls of add")
             pairs = zip(self._sums, counts, strict=True)
-            # None and not zeros: by zeros the optimizer would still apply momentum and weight
+            # None and not zeros: with zeros the optimizer would still apply momentum and weight
             # decay.
             sums = [component_of(total) if count else None for total, count in pairs]
             reduced = sum_over_replicas(call, sums, self._variables)
@@ -311,34 +312,35 @@ class GradientAccumulator(Trackable):
     def apply(self, optimizer: Optimizer) -> None:
         """Reduce the sums over replicas, let `optimizer` take one step, and start again from zero.
 
-        Small sums travel in one message. A variable that got no gradient is skipped with a
-        warning. If the step fails, the sums stay. **Collective**: every rank has called `add`
+        Small sums are sent in one message. A variable that got no gradient is skipped with a
+        warning. If the step fails, the sums are kept. **Collective**: every rank has called `add`
         equally often.
 
         Parameters
         ----------
         optimizer : Optimizer
+            An optimizer of the same strategy.
 
         Raises
         ------
         ValueError
             If nothing has been added.
         TypeError
-            If `optimizer` is none.
+            If `optimizer` is not an `Optimizer`.
         ContextError
-            If `optimizer` belongs to another strategy, or in a context of another strategy.
+            If `optimizer` belongs to a different strategy, or in a context of a different one.
         CollectiveMismatchError
             If the ranks disagree on the number of calls of `add`, or on which variables got a
             gradient.
         """
         missing = self._apply(optimizer)
-        # Outside of the unit, which an elastic job may repeat.
+        # Outside the unit, because an elastic job may repeat the unit.
         if missing:
             warnings.warn(f"No gradient for the variables {missing}: skipped.", stacklevel=2)
 
     @context.collective("GradientAccumulator.apply", writes=True, of=_ranks)
     def _apply(self, optimizer: Optimizer) -> list[str]:
-        """Do `apply`, and return the names of the variables without a gradient."""
+        """Run `apply`, and return the names of the variables without a gradient."""
 
         def check(kind: str) -> None:
             if not isinstance(optimizer, Optimizer):
@@ -359,9 +361,9 @@ class GradientAccumulator(Trackable):
 
     @context.collective(writes=True, of=_ranks)
     def reset(self) -> None:
-        """Drop what this replica has added. Local.
+        """Drop the gradients that this replica has added. Local.
 
-        Every rank does so, as `apply` on all of them will check.
+        Every rank must call it; the next `apply` checks that.
         """
         context.replica_set_of(self._owner).each(self._reset_here)
 
@@ -383,7 +385,7 @@ class GradientAccumulator(Trackable):
 
 
 def _owner_of(variables: Any) -> Any:
-    """Return the strategy in scope, outside every scope that of the first variable with one."""
+    """Return the strategy in scope; outside every scope, the first one of a variable."""
     strategy = get_strategy()
     if not context.is_default(strategy) or not isinstance(variables, list):
         return strategy
@@ -392,7 +394,7 @@ def _owner_of(variables: Any) -> Any:
 
 @context.collective("GradientAccumulator", of=context.collectives_of)
 def _make_sums(owner: Strategy, kind: str, variables: Sequence[Variable]) -> list[Variable]:
-    """Return a sum for each of `variables`, once all is checked. **Collective**."""
+    """Check `variables`, and return a sum for each. **Collective**."""
     with context.collectives_of(owner).call(kind) as call:
         check_variables(call.kind, variables)
         check_owners(call.kind, owner, variables)
@@ -402,7 +404,7 @@ def _make_sums(owner: Strategy, kind: str, variables: Sequence[Variable]) -> lis
 
 
 def _new_sum(variable: Variable) -> Variable:
-    """Return the sum for `variable`, under its name, which errors about gradients show."""
+    """Return the sum for `variable`, with the same name, because errors about gradients show it."""
     return Variable(
         InitialValue.zeros(variable.full_shape, slot_dtype(variable.dtype), 1, variable.split_axis),
         name=variable.name,

@@ -42,23 +42,23 @@ class Adam(Optimizer):
     Parameters
     ----------
     learning_rate : float or callable
-        A callable is given the step number and returns the rate.
+        Learning rate. A callable is called with the step number and returns the rate.
     beta_1, beta_2 : float
         Decay of the first and second moment, in [0, 1).
     epsilon : float
         Added to the root of the second moment.
     weight_decay : float, optional
-        Decoupled, before the step: AdamW.
+        Decoupled weight decay, applied before the step (AdamW).
     global_clipnorm, loss_scale
         See `Optimizer`.
     sharded_slots : bool
-        Whether each rank updates a part of every mirrored variable, and keeps the slots of that
-        part alone (ZeRO, stage 1). Checkpoints hold whole slots either way.
+        Whether each rank updates a part of every mirrored variable, and keeps only the slots of
+        that part (ZeRO, stage 1). Checkpoints hold whole slots either way.
 
     Raises
     ------
     TypeError
-        If a parameter has another type.
+        If a parameter has the wrong type.
     ValueError
         For a value out of range.
 
@@ -107,7 +107,7 @@ class Adam(Optimizer):
         return _ADAM
 
     def _constants(self, rate: float, step: int) -> tuple[float, ...]:
-        # The moments start at zero. Both corrections for that go into the rate and epsilon.
+        # The moments start at zero. The rate and epsilon contain both corrections for that.
         root = math.sqrt(1 - self.beta_2 ** (step + 1))
         corrected = rate * root / (1 - self.beta_1 ** (step + 1))
         return corrected, 1 - self.beta_1, 1 - self.beta_2, self.epsilon * root

@@ -35,41 +35,41 @@ from mpistrat.variables import (
 from mpistrat.variables.variable import own_storage_of, settle, storage_of
 
 RATE = "with the learning rate"
-"""What messages call the number that ranks compare."""
+"""Name, in messages, of the number that the ranks compare."""
 
 
 @dataclass
 class PreparedStep:
-    """A step on variables of the host or of one device, by gradients that fit them as they are."""
+    """A repeated step on the host or one device, for gradients that need no conversion."""
 
     channel: Channel
-    """That of the step, kept so that its id is not given to another one."""
+    """Channel of the step, kept alive so that its id is not reused."""
     strategy: Any
-    """Of the step. All checks of `variables` in it have passed."""
+    """Strategy of the step. All checks of `variables` in it have passed."""
     variables: Sequence[Variable]
-    """Kept, so that their ids are not given to others."""
+    """Variables of the step, kept alive so that their ids are not reused."""
     counter: Variable
     """The `iterations` of the optimizer."""
     iterations: np.ndarray
-    """The memory of that."""
+    """The memory of `counter`."""
     reduction: Reduction
-    """Of the gradients."""
+    """Reduction of the gradients."""
     fast: FastReduction | None
-    """What repeats it, where there is compiled code."""
+    """Compiled repetition of the reduction, if there is compiled code."""
     parameters: str
-    """Those of the optimizer that `reduction` compares."""
+    """Parameters of the optimizer, which `reduction` compares."""
     updates: dict[Rule, UpdateAll | None] = field(default_factory=dict)
-    """What updates all variables at once, ``None`` where nothing can."""
+    """Functions that update all variables at once; ``None`` if there is none for a rule."""
     _sums: SumsOfSquares | None = None
 
     def sums_of_squares(self, summed: list[Any]) -> SumsOfSquares | None:
-        """Return what sums the squares of gradients on a device; ``None`` for those of hosts."""
+        """Return a function that sums the squares of device gradients; ``None`` on the host."""
         if self._sums is None and type(summed[0]) is not np.ndarray:
             self._sums = sums_of_all(summed)
         return self._sums
 
     def prepare(self, call: CollectiveCall, gradients: list[Any], parameters: str) -> None:
-        """Have the ranks compare other `parameters` from now on."""
+        """Let the ranks compare the new `parameters` from now on."""
         self.reduction = prepare_sum(call, gradients, self.variables, parameters)
         self.fast, self.parameters = call.fast(self.reduction, lends=True), parameters
 
@@ -80,24 +80,24 @@ _MAX_STEPS = 64
 class PreparedSteps(dict[tuple[int, ...], PreparedStep]):
     """The prepared steps of one optimizer, by the ids of channel and variables."""
 
-    # A copy of the optimizer prepares its own.
+    # A copy of the optimizer prepares its own steps.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PreparedSteps:
-        # The ids are those of the variables that were not copied.
+        # The keys contain the ids of the original variables.
         return PreparedSteps()
 
     def find(
         self, channel: Channel, strategy: Any, counter: Variable, pairs: Any
     ) -> tuple[PreparedStep | None, list[Any]]:
         """Return the step prepared for the (gradient, Variable) `pairs`, and the gradients."""
-        # ``(None, [])`` for all that is not known or does not fit, also for what are no pairs.
+        # ``(None, [])`` if no step fits, also if the elements are not pairs.
         try:
             gradients, variables = zip(*pairs, strict=True)
         except (TypeError, ValueError):
             return None, []
         known = self.get((id(channel), *map(id, variables)))
         given = list(gradients)
-        # A program may have given the optimizer another counter.
+        # A program may have replaced the optimizer's counter.
         if known is None or known.strategy is not strategy or known.counter is not counter:
             return None, []
         return (known, given) if known.reduction.fits(given) else (None, [])
@@ -111,9 +111,9 @@ class PreparedSteps(dict[tuple[int, ...], PreparedStep]):
         counter: Variable,
         parameters: str,
     ) -> None:
-        """Prepare later steps like this one, where they need no check of the gradients."""
-        # Compiled code updates all variables at once, and whole ones, on the host or on a device:
-        # the caller leaves out steps that the ranks divide.
+        """Prepare later steps like this one, if they need no check of the gradients."""
+        # Compiled code updates all variables at once, and only whole ones, on the host or on a
+        # device. So the caller leaves out steps that the ranks divide.
         if not call.channel.transport.has_fast_paths:
             return
         storages = [storage_of(variable) for variable in variables]
@@ -122,8 +122,8 @@ class PreparedSteps(dict[tuple[int, ...], PreparedStep]):
         reduction = prepare_sum(call, gradients, variables, parameters)
         if not reduction.fits(gradients):
             return
-        # Steps keep their variables alive: a program that builds model after model would run out of
-        # memory.
+        # Steps keep their variables alive. Without a limit, a program that builds model after model
+        # would run out of memory.
         if len(self) >= _MAX_STEPS:
             self.clear()
         key = (id(call.channel), *map(id, variables))
@@ -134,27 +134,27 @@ class PreparedSteps(dict[tuple[int, ...], PreparedStep]):
 
 @dataclass(frozen=True)
 class AgreedStep:
-    """A step, the same on all ranks."""
+    """One step of an optimizer, the same on all ranks."""
 
     optimizer: Any
-    """An `Optimizer`, which this file cannot name: it is made of steps."""
+    """An `Optimizer`. Naming the class here would be an import cycle."""
     strategy: Any
     known: PreparedStep | None
     gradients: list[Any]
-    """Summed over replicas, but those that are `late`."""
+    """Gradients, already summed over replicas except those that are `late`."""
     variables: Sequence[Variable]
     late: Collection[int]
-    """The positions of gradients that each rank sums in parts."""
+    """Positions of the gradients that each rank sums in parts."""
     rate: float
     number: int
-    """Of the step, from 0."""
+    """Number of the step, from 0."""
     scale: float
-    """What the gradients have been multiplied by."""
+    """Factor that the gradients have been multiplied by."""
     are_own: bool
-    """Whether the summed gradients are memory of nobody else."""
+    """Whether nothing else uses the memory of the summed gradients."""
 
     def take(self) -> None:
-        """Update the variables. **Collective** where ranks update parts of them."""
+        """Update the variables. **Collective** if ranks update parts of them."""
         optimizer, known = self.optimizer, self.known
         rule, constants = optimizer._rule, optimizer._constants(self.rate, self.number)
         update_all = None if known is None else self._update_of_all(known, rule)
@@ -177,13 +177,13 @@ class AgreedStep:
                 sums=sums,
             )
         kind = type(optimizer).__name__
-        # Not by extended.update, which takes the strategy's own: plain variables may be here too.
+        # Not by extended.update, which accepts only the strategy's variables: some may be plain.
         with (
             context.entered(context.Frame(context.Kind.UPDATE, self.strategy)),
             span("optimizer", f"{kind} update"),
         ):
             if factor is not None:
-                # The same bits on all ranks, which have compared the rate and weight_decay.
+                # Bit-identical on all ranks, which have compared the rate and weight_decay.
                 keep = 1 - self.rate * (optimizer.weight_decay or 0)
                 step = Step(constants, keep, factor)
                 if update_all is not None:
@@ -198,12 +198,12 @@ class AgreedStep:
                 )
                 iterations = optimizer.iterations
                 memory = own_storage_of(iterations) if known is None else known.iterations
-                # A skipped step does not count: Adam's bias correction and schedules go by the
-                # updates that were done.
+                # A skipped step does not count: Adam's bias correction and schedules depend on the
+                # number of actual updates.
                 memory += 1
                 parts = [each for each in updates if each.placement.ranges is not None]
                 if parts:
-                    # Only now: it sends the weights that the lines above have updated.
+                    # Called last, because it sends the weights that the lines above have updated.
                     share_parts(context.collectives_of(self.strategy), kind, rule, step, parts)
                 elif known is None:
                     settle(iterations)
@@ -211,20 +211,20 @@ class AgreedStep:
                 optimizer.loss_scale._adjust(is_finite=factor is not None)
 
     def _update_of_all(self, known: PreparedStep, rule: Rule) -> UpdateAll | None:
-        """Return what updates all variables at once, ``None`` where nothing can."""
+        """Return a function that updates all variables at once, ``None`` if there is none."""
         if rule not in known.updates:
             targets = self.optimizer._targets(known.variables)
             known.updates[rule] = rule.update_of_all(targets)
         return known.updates[rule]
 
     def _sum_over_shards(self, variables: Sequence[Variable]) -> Callable[[list[float]], float]:
-        """Return what adds up numbers for `variables` over the ranks of a replica."""
+        """Return a function that adds up numbers for `variables` over the ranks of a replica."""
         layout = context.layout_of(self.strategy)
         if layout.ranks_per_replica == 1:
             return sum
 
         def total(numbers: list[float]) -> float:
-            # What all ranks of the replica have alike counts once.
+            # Variables that are equal on all ranks of the replica count once.
             pairs = zip(numbers, variables, strict=True)
             is_first = layout.shard == 0
             own = sum(each for each, var in pairs if is_first or var.split_axis is not None)
@@ -237,12 +237,12 @@ class AgreedStep:
         return total
 
     def _updates(self) -> list[PartUpdate]:
-        """Return what to do with each variable that has a gradient."""
+        """Return the update of each variable that has a gradient."""
         optimizer = self.optimizer
         each = enumerate(zip(self.gradients, self.variables, strict=True))
         positions = [position for position, (gradient, _) in each if gradient is not None]
         variables = [self.variables[position] for position in positions]
-        # All slots come first: a restore that waits for them may refuse one.
+        # Create all slots first, because a waiting restore may raise an error for one.
         targets = optimizer._targets(variables)
         given = [(self.gradients[position], self.variables[position]) for position in positions]
         settled = settled_beside(given, self._written(targets))
@@ -260,10 +260,10 @@ class AgreedStep:
         ]
 
     def _written(self, targets: Sequence[Target]) -> list[tuple[int, int]]:
-        """Return where memory lies that gradients may share with what the step changes."""
+        """Return the spans of memory that the step changes and that gradients may share."""
         if self.are_own and not self.late:
             return []
-        # Of a variable that is updated in parts all of it is written to, by what other ranks send.
+        # If a variable is updated in parts, its whole memory changes: other ranks send the rest.
         wholes = [span_of(storage_of(self.variables[position])) for position in self.late]
         return wholes + [span for target in targets for span in target.spans]
 
@@ -271,7 +271,7 @@ class AgreedStep:
 def take_known_step(optimizer: Any, known: PreparedStep, gradients: list[Any]) -> bool:
     """Take a step by the fast path of its reduction. **Collective**.
 
-    Return False, with nothing done, where a call must do it.
+    If this is not possible, do nothing and return False; the caller must then use a normal call.
     """
     if known.fast is None or optimizer.loss_scale is not None:
         return False
@@ -279,7 +279,7 @@ def take_known_step(optimizer: Any, known: PreparedStep, gradients: list[Any]) -
     try:
         rate, parameters = optimizer._rate(number), optimizer._agreed_parameters()
     except Exception:
-        return False  # a call refuses it
+        return False  # a normal call raises for it
     if known.parameters != parameters:
         return False
 
@@ -291,6 +291,6 @@ def take_known_step(optimizer: Any, known: PreparedStep, gradients: list[Any]) -
         step.take()
 
     results = known.fast.all_reduce_for(take, gradients, rate, RATE)
-    if results:  # else all replicas of this rank have taken the step together
+    if results:  # otherwise all replicas of this rank have taken the step together
         context.replica_set_of(known.strategy).once(functools.partial(take, results))
     return results is not None

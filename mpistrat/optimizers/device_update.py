@@ -19,27 +19,27 @@ from mpistrat.comm.device_groups import (
 from mpistrat.optimizers.kernels import Kernel
 
 _C_TYPES = {"f": "float", "d": "double"}
-"""The dtypes of gradients whose squares are summed, by NumPy's character."""
+"""C types of gradients whose squares are summed, by NumPy's character for the dtype."""
 
 
 @dataclass(frozen=True)
 class _Storage:
-    """How the weights of a dtype lie in memory, and in what a kernel computes with them."""
+    """How the weights of a dtype are stored, and the type in which a kernel computes."""
 
     stored: str
     real: str
     conversions: str = "#define WIDE(number) (number)\n#define NARROW(number) (number)\n"
 
 
-# The halves by their bits, for which no header of CUDA is needed: it is not in CuPy's wheel. Both
+# The 16-bit types as bits, which needs no CUDA header: CuPy's wheel does not contain them. Both
 # round to nearest even, as NumPy and ml_dtypes do.
 _BITS = """\
 typedef union { unsigned bits; float number; } Bits;
 #define WIDE(number) wide(number)
 #define NARROW(number) narrow(number)
 """
-# Adding 0x7fff and the last kept bit rounds to nearest even. It would carry some NaNs into the sign
-# bit, which makes them zeros, so they take a branch of their own.
+# Adding 0x7fff and the last kept bit rounds to nearest even. For some NaNs this would carry into
+# the sign bit and turn them into zeros, so NaNs have a separate branch.
 _BFLOAT16 = """\
 __device__ float wide(unsigned short half) {
     Bits full;
@@ -92,14 +92,15 @@ _STORAGE = {
 
 _UPDATED_BY_BLOCK = 16 * THREADS
 _SQUARED_BY_BLOCK = 64 * THREADS
-"""Elements. Each thread leaves one partial sum, so blocks are larger here."""
+"""Number of elements. Each thread writes one partial sum, so blocks are larger here."""
 
 
 class DeviceUpdate:
     """Updates of targets on one device, by gradients of their dtypes and sizes."""
 
     def __init__(self, kernel: Kernel, targets: Sequence[Any]) -> None:
-        # `targets` are `Target`. Their memory stays where it is, so the tables of addresses do too.
+        # `targets` are of type `Target`. Their memory never moves, so the tables of addresses stay
+        # valid.
         self._device = on_device_of(targets[0].flat_weight)
         by_dtype: dict[np.dtype, list[int]] = {}
         for position, target in enumerate(targets):
@@ -126,7 +127,7 @@ class DeviceUpdate:
 
 
 class SumsOfSquares:
-    """Sums of squares of arrays like the given ones, real and in C order, on one device."""
+    """Sums of squares of arrays like the given ones: real, in C order, on one device."""
 
     def __init__(self, arrays: Sequence[Array]) -> None:
         self._count = len(arrays)
@@ -139,7 +140,7 @@ class SumsOfSquares:
 
     def __call__(self, arrays: Sequence[Array]) -> list[float]:
         """Return the sum of the squares of each array, in float64."""
-        # The host waits for the device once, for all arrays.
+        # The host waits for the device only once, for all arrays.
         sums = [0.0] * self._count
         if not self._num_blocks:
             return sums
@@ -169,7 +170,7 @@ class SumsOfSquares:
 @functools.lru_cache
 def update_source(kernel: Kernel, dtype: str) -> tuple[str, str]:
     """Return CUDA code of `kernel` for weights of a dtype, and the name of its function."""
-    # Halves are computed with in float32, of which their slots are too.
+    # 16-bit weights are updated in float32, which is also the dtype of their slots.
     storage, name = _STORAGE[dtype], f"mpistrat_{kernel.name}_{dtype}"
     real, stored = storage.real, storage.stored
     parameters = [f"const {real} {each}" for each in ("keep", "factor", *kernel.constants)]
@@ -196,7 +197,7 @@ def update_source(kernel: Kernel, dtype: str) -> tuple[str, str]:
 
 @functools.lru_cache
 def squares_source(char: str) -> tuple[str, str]:
-    """Return CUDA code that leaves one sum of squares for each thread, and its function's name."""
+    """Return CUDA code that writes one sum of squares per thread, and its function's name."""
     real, name = _C_TYPES[char], f"mpistrat_squares_{char}"
     found = f"    const {real} *numbers = (const {real} *)table.columns[1][k];\n    double sum = 0;"
     body = "        const double number = numbers[i];\n        sum += number * number;"

@@ -11,17 +11,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """What is done to one element, as C statements on variables of one floating type."""
+    """The update of one element, as C statements on variables of one floating type."""
 
     name: str
     slots: tuple[str, ...]
-    """Variables that are kept from step to step, beside ``weight``."""
+    """Variables besides ``weight`` that are kept from step to step."""
     constants: tuple[str, ...]
     """Numbers that are equal for all elements."""
     body: str
-    """Reads ``gradient`` and the constants, writes ``weight`` and the slots.
+    """Statements that read ``gradient`` and the constants, and write ``weight`` and the slots.
 
-    Rounds in the same places as `Rule.in_numpy`: a rank without the library gets the same bits."""
+    They round in the same places as `Rule.in_numpy`, so that a rank without the library computes
+    the same bits."""
 
 
 SGD = Kernel("sgd", (), ("rate",), "weight -= rate * gradient;")
@@ -48,7 +49,7 @@ ADAM = Kernel(
 )
 
 _C_TYPES = {"f": "float", "d": "double", "g": "long double"}
-"""By NumPy's character for the dtype."""
+"""C types by NumPy's character for the dtype."""
 
 _HEAD = """\
 /* Made by setup.py from mpistrat/optimizers/kernels.py. */
@@ -67,8 +68,9 @@ _HEAD = """\
 
 def c_source() -> str:
     """Return a C file with a function ``<kernel>_<dtype character>`` for each kernel and type."""
-    # It updates a list of weights: their number and sizes, the addresses of the gradients, those of
-    # each weight and its slots in turn, and the numbers.
+    # Each function updates a list of weights. Its arguments are their number and sizes, the
+    # addresses of the gradients, the addresses of each weight and its slots in turn, and the
+    # numbers.
     functions = [
         _functions(kernel, char, c_type)
         for kernel in (SGD, SGD_MOMENTUM, SGD_NESTEROV, ADAM)
@@ -80,7 +82,7 @@ def c_source() -> str:
 
 
 def digest() -> str:
-    """Return what ``mpistrat_digest`` is in the library made from today's `c_source`."""
+    """Return the value of ``mpistrat_digest`` in a library built from the current `c_source`."""
     return c_source().rpartition('= "')[2].partition('"')[0]
 
 

@@ -17,33 +17,33 @@ from mpistrat.variables.initial import InitialValue
 
 
 class LossScale(Trackable):
-    """A factor for the loss that follows what the gradients can bear.
+    """Dynamic loss scaling for float16 gradients.
 
-    The program multiplies its loss, and with it the gradients, by `value`; the optimizer that
-    has been given this object divides by it again. Where a summed gradient overflows on any
-    rank, all ranks skip the step and the factor shrinks; after `growth_interval` steps without
-    an overflow it grows (Micikevicius et al., "Mixed Precision Training", 2018).
+    The program multiplies its loss, and thus the gradients, by `value`. The optimizer that got this
+    object divides the gradients by it again. If a summed gradient overflows on any rank, all ranks
+    skip the step and the scale shrinks. After `growth_interval` steps without an overflow it grows
+    (Micikevicius et al., "Mixed Precision Training", 2018).
 
-    One serves one optimizer. The scale changes with its steps, so the gradients of another one
-    would be divided by a scale that they have not been multiplied by.
+    Use one `LossScale` per optimizer. The scale changes with the steps of its optimizer, so a
+    second optimizer would divide by a scale that its gradients were not multiplied by.
 
-    **Collective** in a strategy's scope, because it makes variables.
+    **Collective** in a strategy's scope, because it creates variables.
 
     Parameters
     ----------
     initial_scale : float
-        At least 1.
+        Scale of the first step, at least 1.
     growth_interval : int, optional
-        Steps; ``None`` never grows.
+        Number of steps without an overflow after which the scale grows. ``None``: it never grows.
     growth_factor : float
-        Above 1.
+        Factor of the growth, greater than 1.
     backoff_factor : float
-        In (0, 1). The scale does not shrink below 1.
+        Factor after an overflow, in (0, 1). The scale does not shrink below 1.
 
     Raises
     ------
     TypeError
-        If `growth_interval` is no integer, or another parameter no number.
+        If `growth_interval` is not an integer, or a different parameter is not a number.
     ValueError
         For a value out of range.
     CollectiveMismatchError
@@ -101,9 +101,9 @@ class LossScale(Trackable):
 
     @property
     def value(self) -> float:
-        """What to multiply the loss by in the next step, equal on all ranks. Local.
+        """Factor for the loss of the next step; equal on all ranks. Local.
 
-        Read it for each step: an optimizer warns where it has changed since it was last read.
+        Read it in each step: the optimizer warns if it has changed since it was last read.
         """
         self._is_read = True
         return self._current
@@ -113,9 +113,9 @@ class LossScale(Trackable):
         return float(self._scale.values[0])
 
     def _divisor(self) -> float:
-        """Return what to divide gradients by. Local.
+        """Return the number to divide gradients by. Local.
 
-        Warns where they cannot have been multiplied by it, because nobody has read it.
+        Warns if the gradients cannot have been multiplied by it, because nobody has read it.
         """
         if not self._is_read:
             warnings.warn(
@@ -129,18 +129,18 @@ class LossScale(Trackable):
 
     @property
     def num_skipped_steps(self) -> int:
-        """How many steps have been skipped so far. Local."""
+        """Number of steps skipped so far. Local."""
         return int(self._num_skipped.values[0])
 
     def _adjust(self, is_finite: bool) -> None:
-        """Take note of a step, skipped where not `is_finite`. Local, in update context."""
+        """Record a step, which was skipped unless `is_finite`. Local, in update context."""
         if not is_finite:
             self._num_skipped.assign_add(1, read_value=False)
             # Each rank changes its own copy, without a message. The copies stay equal, because all
             # ranks have seen the same summed gradients.
             self._change_to(max(1.0, self._current * self.backoff_factor))
         num_good = int(self._num_good.values[0]) + 1 if is_finite else 0
-        # A checkpoint of a longer interval may hold more good steps than this one asks for.
+        # A checkpoint from a job with a longer interval may hold more good steps than needed here.
         if self.growth_interval is not None and num_good >= self.growth_interval:
             self._change_to(self._grown())
             num_good = 0
@@ -148,7 +148,7 @@ class LossScale(Trackable):
 
     def _grown(self) -> float:
         grown = self._current * self.growth_factor
-        # Half of infinity is infinity: the scale would never shrink again, and all later steps
+        # Half of infinity is infinity: an infinite scale would never shrink, and all later steps
         # would be skipped.
         return grown if math.isfinite(grown) else self._current
 
@@ -159,16 +159,16 @@ class LossScale(Trackable):
 
     @property
     def _variables(self) -> tuple[Variable, ...]:
-        """Its variables. Local."""
+        """All variables of this object. Local."""
         return (self._scale, self._num_good, self._num_skipped)
 
     def _of_strategy(self) -> list[Variable]:
         """Return its variables if it was created in a scope. Local."""
-        # Outside of one it is as right: all ranks change it alike, by sums that are equal.
+        # Created outside a scope it works as well: all ranks change it equally, by equal sums.
         return [each for each in self._variables if each.strategy is not None]
 
     def __repr__(self) -> str:
-        """Return the parameters, by which ranks compare it. Local."""
+        """Return the parameters as text, which the ranks compare. Local."""
         return (
             f"LossScale(initial_scale={float(self.initial_scale)}, "
             f"growth_interval={self.growth_interval}, growth_factor={float(self.growth_factor)}, "

@@ -21,26 +21,26 @@ _SLOT = "average"
 
 
 class ExponentialMovingAverage(Trackable):
-    """Averages of variables over the steps of training, as tf.train's of that name.
+    """Averages of variables over the steps of training, like the class of that name in tf.train.
 
-    `apply` sets each average to ``decay * average + (1 - decay) * variable``; the first one to the
-    variable itself. An average is a mirrored variable, equal on all ranks, float32 for variables
-    of float16 and bfloat16. In a checkpoint that of the variable ``model/kernel`` has the path
-    ``ema/average/model/kernel``.
+    `apply` sets each average to ``decay * average + (1 - decay) * variable``. Its first call sets
+    the average to the variable itself. An average is a mirrored variable, equal on all ranks, and
+    float32 for variables of float16 and bfloat16. In a checkpoint the average of the variable
+    ``model/kernel`` has the path ``ema/average/model/kernel``.
 
     Parameters
     ----------
     decay : float
-        In [0, 1], for example 0.999.
+        Weight of the old average, in [0, 1], for example 0.999.
     num_updates : int, optional
-        How often the variables have been updated. If given, the decay is at most ``(1 +
+        Number of updates of the variables so far. If given, the decay is at most ``(1 +
         num_updates) / (10 + num_updates)``, so that averages follow faster at the beginning. Set
         the attribute before each `apply`.
 
     Raises
     ------
     TypeError
-        If `decay` is no number or `num_updates` no integer.
+        If `decay` is not a number or `num_updates` is not an integer.
     ValueError
         For a value out of range.
 
@@ -63,7 +63,7 @@ class ExponentialMovingAverage(Trackable):
         self._current_decay()
 
     def _current_decay(self) -> float:
-        """Return the decay of a step now; the attributes are checked, as a program may set them."""
+        """Check the attributes, which a program may set, and return the decay for a step now."""
         decay = as_finite("ExponentialMovingAverage: decay", self.decay)
         if not 0 <= decay <= 1:
             raise ValueError(f"ExponentialMovingAverage: decay must be in [0, 1], not {decay}.")
@@ -73,26 +73,26 @@ class ExponentialMovingAverage(Trackable):
         return min(decay, (1 + number) / (10 + number))
 
     def apply(self, var_list: Iterable[Variable]) -> None:
-        """Take the values of the variables into their averages.
+        """Update the averages with the current values of the variables.
 
-        To be called after each step of an optimizer, in `Strategy.run` or outside. The first call
-        makes the averages. **Collective**: every rank gives the same variables in the same order.
-        No values are sent.
+        Call it after each step of an optimizer, in `Strategy.run` or outside. The first call
+        creates the averages. **Collective**: every rank passes the same variables in the same
+        order. No values are sent.
 
         Parameters
         ----------
         var_list : iterable of Variable
-            Mirrored or plain ones of floating dtype.
+            Mirrored or plain variables of floating dtype.
 
         Raises
         ------
         ValueError
-            If there is no variable, one comes twice, or one is SyncOnRead and so differs from
-            replica to replica.
+            If there is no variable, one appears twice, or one is SyncOnRead, whose components
+            differ between replicas.
         TypeError
-            If an element is no variable, or a variable has no floating dtype.
+            If an element is not a variable, or a variable does not have a floating dtype.
         ContextError
-            If a variable belongs to another strategy.
+            If a variable belongs to a different strategy.
         NotImplementedError
             For variables of a `ParameterServerStrategy`.
         CollectiveMismatchError
@@ -109,26 +109,37 @@ class ExponentialMovingAverage(Trackable):
         _apply(strategy, kind, self, variables)
 
     def _follow(self, variables: Sequence[Variable], decay: float) -> None:
-        """Move each average towards its variable. **Collective** where one is new."""
+        """Move each average towards its variable. **Collective** if an average is new."""
         for variable in variables:
-            # First all that are new: a restore that waits for one may refuse it, and then no
-            # average has moved.
+            # First create all new averages: a waiting restore may raise an error for one, and then
+            # no average has moved yet.
             if self._slots.find(variable, _SLOT) is None:
                 self._attach_child(_SLOT, _first_average(variable), of=variable)
         for variable in variables:
             kept = self.average(variable)
             average, value = own_storage_of(kept), own_storage_of(variable)
-            # Equal on all ranks to the bit, because the variables are.
+            # Bit-identical on all ranks, because the variables are.
             average += (1 - decay) * (value.astype(average.dtype) - average)
             settle(kept)
 
     def average(self, variable: Variable) -> Variable:
         """Return the average of `variable`. Local.
 
+        Parameters
+        ----------
+        variable : Variable
+            A variable that was passed to `apply`.
+
+        Returns
+        -------
+        Variable
+            The average, which the next `apply` changes in place.
+
         Raises
         ------
         KeyError
-            If there is none yet: averages are made by the first `apply`, or restored.
+            If it does not exist yet: the first `apply` creates averages, or a checkpoint restores
+            them.
         """
         average = self._slots.find(variable, _SLOT)
         if average is None:
@@ -154,7 +165,7 @@ class ExponentialMovingAverage(Trackable):
 def _apply(
     strategy: Strategy, kind: str, averages: ExponentialMovingAverage, variables: Any
 ) -> None:
-    """Do `ExponentialMovingAverage.apply`, once the strategy is known."""
+    """Run `ExponentialMovingAverage.apply` for the variables' strategy."""
     with context.collectives_of(strategy).call(kind) as call:
         _check_variables(kind, variables)
         check_owners(kind, strategy, variables)
@@ -163,7 +174,8 @@ def _apply(
             f"decay={decay}",
             *((each.name, str(each.dtype), each.full_shape) for each in variables),
         )
-    # Once per rank: its replicas share the averages, which would otherwise decay once per replica.
+    # Once per rank, because its replicas share the averages. Otherwise these would decay once per
+    # replica.
     context.replica_set_of(strategy).once(functools.partial(averages._follow, variables, decay))
 
 

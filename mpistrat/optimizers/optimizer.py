@@ -1,4 +1,4 @@
-"""Optimizer base class: reduce the gradients, then update each variable in its place."""
+"""Optimizer base class: reduce the gradients, then update each variable in place."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _OTHER_NAMES = {
     "clipnorm": "global_clipnorm",
     "param_groups": "learning_rate, which all variables share",
 }
-"""Attributes of PyTorch's optimizers: Python would create them, and nothing would change."""
+"""Attributes of PyTorch's optimizers. Python would accept an assignment, without any effect."""
 
 
 @context.collective("apply_gradients", writes=True, of=context.collectives_of)
@@ -72,39 +72,40 @@ def _apply_in_unit(
 class Optimizer(Hinted, Trackable, abc.ABC):
     """Base of optimizers.
 
-    **Collective** in a strategy's scope, because it makes the variable `iterations`.
+    **Collective** in a strategy's scope, because it creates the variable `iterations`.
 
     In a checkpoint, the slot ``momentum`` of the variable ``model/kernel`` has the path
-    ``optimizer/momentum/model/kernel``, whatever the variable is called. The slots of a variable
-    that is not in the checkpoint go by its name, which must then be its own. Copy an optimizer
-    together with its variables, ``copy.deepcopy((variables, optimizer))``: the copy then keeps
-    its slots.
+    ``optimizer/momentum/model/kernel``, whatever the variable's name is. Slots of a variable that
+    is not in the checkpoint are stored under the variable's name, which must then be unique. Copy
+    an optimizer together with its variables, ``copy.deepcopy((variables, optimizer))``, so that
+    the copy keeps its slots.
 
     Parameters
     ----------
     learning_rate : float or callable
-        At least 0. A callable is given the step number and returns the rate.
+        Learning rate, at least 0. A callable is called with the step number and returns the rate.
     weight_decay : float, optional
-        Decoupled: before each step a variable shrinks by ``learning_rate * weight_decay`` of
-        itself (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019).
+        Decoupled weight decay: before each step a variable shrinks by ``learning_rate *
+        weight_decay`` of itself (Loshchilov and Hutter, "Decoupled Weight Decay Regularization",
+        2019).
     global_clipnorm : float, optional
-        Where the norm of all gradients of a step together, summed over replicas, is larger, they
-        are scaled down to it.
+        Largest norm of all gradients of a step together, summed over replicas. Gradients with a
+        larger norm are scaled down to it.
     loss_scale : LossScale, optional
-        What the gradients have been multiplied by. A step with gradients that are not finite is
-        skipped on all ranks.
+        Factor that the gradients have been multiplied by. All ranks skip a step if its gradients
+        are not finite.
     **parameters
-        Those of the subclass, which become attributes.
+        Parameters of the subclass, which become attributes.
 
     Raises
     ------
     TypeError
-        If a parameter has another type.
+        If a parameter has the wrong type.
     ValueError
         For a value out of range.
     CollectiveMismatchError
-        If the ranks disagree on a parameter. A program may set one between two steps; the next
-        step checks it again.
+        If the ranks disagree on a parameter. A program may change a parameter between two steps;
+        the next step checks it again.
 
     Examples
     --------
@@ -117,7 +118,7 @@ class Optimizer(Hinted, Trackable, abc.ABC):
     """
 
     sharded_slots = False
-    """Whether each rank keeps the slots of a part of every mirrored variable."""
+    """Whether each rank keeps the slots for only a part of every mirrored variable."""
 
     _argument_hints = OPTIMIZER_ARGUMENTS
 
@@ -161,11 +162,11 @@ class Optimizer(Hinted, Trackable, abc.ABC):
         self._prepared = PreparedSteps()
         self._checked: tuple[Sequence[Any], str] = (), ""
         self._remote_targets: dict[int, tuple[Target, list[Any]]] = {}
-        """Of parts of variables that this rank holds for others."""
+        """Targets for parts of variables that this rank stores for other ranks."""
         get_strategy().extended._note_optimizer(self)
 
     def _check_parameters(self) -> None:
-        """Refuse parameters out of range."""
+        """Raise an error for parameters out of range."""
         kind = type(self).__name__
         if not callable(self.learning_rate):
             as_finite(f"{kind}: learning_rate", self.learning_rate, 0)
@@ -183,7 +184,7 @@ class Optimizer(Hinted, Trackable, abc.ABC):
             check_can_shard_slots(kind, get_strategy())
 
     def _format_parameters(self, names: Iterable[str]) -> list[str]:
-        """Return the parameters that are given, as the ranks compare them."""
+        """Return the parameters that were set, in the form that the ranks compare."""
         values = [(name, getattr(self, name)) for name in names]
         return [
             f"{name}={value!r}" if isinstance(value, LossScale) else f"{name}={format_value(value)}"
@@ -207,11 +208,11 @@ class Optimizer(Hinted, Trackable, abc.ABC):
     ) -> None:
         """Update each variable by its gradient.
 
-        In replica context the gradients are summed over replicas first, small ones in one
+        In replica context the gradients are first summed over replicas, small ones in one
         message. In cross-replica context, and outside every scope with the variables of a
-        strategy, they are the mirrored gradients themselves, which the ranks compare: their values
-        in host memory, but only shapes and dtypes of device arrays. **Collective**: every rank
-        gives the same variables in the same order.
+        strategy, the gradients must already be the same on all ranks. The ranks then compare the
+        values of host arrays, but only the shapes and dtypes of device arrays. **Collective**:
+        every rank passes the same variables in the same order.
 
         Parameters
         ----------
@@ -225,24 +226,24 @@ class Optimizer(Hinted, Trackable, abc.ABC):
         Raises
         ------
         ValueError
-            If the list is empty, holds no gradient or one variable twice, a shape does not fit, a
-            gradient that is not summed is a `PerReplica`, or the optimizer or a variable is from
-            outside of the scope.
+            If the list is empty, has no gradient or contains a variable twice, if a shape does not
+            match, if a gradient that is not summed is a `PerReplica`, or if the optimizer or a
+            variable was created outside the scope.
         TypeError
-            If a dtype does not fit, or a variable has no floating dtype.
+            If a dtype does not fit, or a variable does not have a floating dtype.
         IndexError
             If `IndexedSlices` have an index out of range.
         ContextError
-            If a variable, or the optimizer, belongs to another strategy.
+            If a variable, or the optimizer, belongs to a different strategy.
         CollectiveError
             If the ranks disagree, for example about which gradient is ``None``.
         """
         frame = context.current()
         strategy = default_strategy() if frame is None else frame.strategy
-        is_list = type(grads_and_vars) in (zip, list)  # as usual: `listed` looks closer
+        is_list = type(grads_and_vars) in (zip, list)  # the usual case; `listed` checks the others
         # A list, because a unit of an elastic job may read the pairs a second time.
         pairs = list(grads_and_vars) if is_list else listed(grads_and_vars)
-        # Its attributes, and not `context.is_default` and the like: every step comes this way.
+        # Reads attributes instead of calling `context.is_default`, because every step runs this.
         extended: Any = strategy.extended
         if extended._is_default:
             strategy = owner_among((*variables_in(pairs), self.iterations), strategy)
@@ -253,7 +254,7 @@ class Optimizer(Hinted, Trackable, abc.ABC):
         is_ours = frame is not None and frame.strategy is strategy
         is_replica = is_ours and frame.replica_context is not None  # type: ignore[union-attr]
         summed = is_replica and not skip_gradients_aggregation
-        # Inside of run, the whole run is the unit already.
+        # Inside `run`, the whole run is already the unit.
         if not is_replica and context.collectives_of(strategy).needs_unit:
             _apply_in_unit(strategy, self, pairs, skip_gradients_aggregation)
             return
@@ -269,8 +270,8 @@ class Optimizer(Hinted, Trackable, abc.ABC):
                 return
         with replicas.call(f"{type(self).__name__}.apply_gradients") as call:
             step = self._agreed_step(call, strategy, pairs, summed, known, gradients)
-        # After the call has ended, because a step may make collectives: new slots, norms, weights
-        # of other ranks. Once, because the replicas of a rank share the variables.
+        # After the call has ended, because a step may call collectives: for new slots, norms, or
+        # weights of other ranks. Once per rank, because its replicas share the variables.
         extended._replica_set.once(step)
 
     def _agreed_step(
@@ -282,22 +283,22 @@ class Optimizer(Hinted, Trackable, abc.ABC):
         known: PreparedStep | None,
         gradients: list[Any],
     ) -> Callable[[], None]:
-        """Return what takes the step, once the ranks agree on it. **Collective**."""
-        if self.loss_scale is not None:  # a program may have set another one since the last step
+        """Return a function that takes the step, once the ranks agree on it. **Collective**."""
+        if self.loss_scale is not None:  # the program may have replaced it since the last step
             check_owners(call.kind, strategy, self.loss_scale._of_strategy())
         parameters = self._agreed_parameters()
         has_changed = known is not None and known.parameters != parameters
         if known and has_changed and is_divided(self, known.variables):
-            known = None  # by slots that do not exist yet
+            known = None  # the slots do not exist yet
         variables: Sequence[Variable] = () if known is None else known.variables
         if known is None:
             gradients, variables = self._checked_pairs(call.kind, strategy, pairs, summed)
         scale = 1.0 if self.loss_scale is None else self.loss_scale._divisor()
         number = int(storage_of(self.iterations) if known is None else known.iterations)
-        # Before the ranks agree: a schedule that raises on one rank is then an error of all, and no
+        # Before the ranks agree: if a schedule raises on one rank, all ranks then raise, and no
         # gradient has been summed.
         rate = self._rate(number)
-        # Not in the signature, which is digested once and stays: a schedule changes the rate in
+        # Not in the signature, whose digest is computed only once: a schedule changes the rate in
         # each step.
         call.include(rate, f"{RATE} {rate}")
         late: list[int] = []
@@ -320,7 +321,7 @@ class Optimizer(Hinted, Trackable, abc.ABC):
     def _checked_pairs(
         self, kind: str, strategy: Any, pairs: Any, summed: bool
     ) -> tuple[list[Any], list[Variable]]:
-        """Return the gradients, checked, and their variables."""
+        """Return the checked gradients and their variables."""
         gradients, variables = split_pairs(kind, pairs)
         check_scope(f"The optimizer {self!r}", self.iterations)
         check_owners(kind, strategy, [*variables, self.iterations])
@@ -332,11 +333,11 @@ class Optimizer(Hinted, Trackable, abc.ABC):
         return gradients, variables
 
     def _agreed_parameters(self) -> str:
-        """Return the parameters except the rate, as the ranks compare them, checked."""
+        """Check the parameters; return all but the rate, in the form that the ranks compare."""
         values = self._parameters_of(self)
         known, formatted = self._checked
-        # Identity is enough for constants, and costs less per step than formatting them. Parameters
-        # that can change in place are never kept.
+        # For constants, identity is enough, and takes less time than formatting them in each step.
+        # Parameters that can change in place are never kept.
         if len(values) == len(known) and all(map(operator.is_, values, known)):
             return formatted
         self._check_parameters()
@@ -353,19 +354,32 @@ class Optimizer(Hinted, Trackable, abc.ABC):
     @property
     @abc.abstractmethod
     def _rule(self) -> Rule:
-        """What is done to each element."""
+        """The update of each element."""
 
     @abc.abstractmethod
     def _constants(self, rate: float, step: int) -> tuple[float, ...]:
         """Return the constants of the rule for the step number `step`, from 0."""
 
     def slot(self, variable: Variable, name: str) -> Variable:
-        """Return the array `name` (such as ``"momentum"``) kept for `variable`. Local.
+        """Return the slot `name` of `variable`, such as ``"momentum"``. Local.
+
+        Parameters
+        ----------
+        variable : Variable
+            A variable that the optimizer has updated.
+        name : str
+            Name of the slot.
+
+        Returns
+        -------
+        Variable
+            The slot, with a shape like the variable's.
 
         Raises
         ------
         KeyError
-            If there is none yet: slots are made by the first `apply_gradients`, or restored.
+            If it does not exist yet: the first `apply_gradients` creates slots, or a checkpoint
+            restores them.
         """
         if not placement_of(variable).is_here:
             self._learn_slots()
@@ -382,7 +396,7 @@ class Optimizer(Hinted, Trackable, abc.ABC):
         return [self._target(variable, self._rule.kernel.slots) for variable in variables]
 
     def _deferred_slots(self) -> Mapping[str, Callable[[Variable], Variable]]:
-        """Return what makes the slots, by name."""
+        """Return the functions that create slots, by name."""
         if not placement_of(self.iterations).is_here:
             makers: Mapping[str, Callable[[Variable], Variable]]
             makers = self.iterations.strategy.extended._slot_makers(self)
@@ -398,7 +412,7 @@ class Optimizer(Hinted, Trackable, abc.ABC):
         return super()._checkpoint_dependents()
 
     def _learn_slots(self) -> None:
-        """Know the slots that the holders of remote variables have made."""
+        """Register the slots that the holders of remote variables have created."""
         extended = self.iterations.strategy.extended
         if not extended._is_answered():
             return
@@ -407,14 +421,14 @@ class Optimizer(Hinted, Trackable, abc.ABC):
                 self._attach_child(name, slot, of=variable)
 
     def _attach_child(self, name: str, child: object, *, of: object = None) -> None:
-        """Add a child, which is the slot `name` of the variable `of` where this is given."""
-        # **Collective** where a restore is waiting for the child, else **Local**.
+        """Add a child. If `of` is given, the child is the slot `name` of that variable."""
+        # **Collective** if a restore is waiting for the child, else **Local**.
         super()._attach_child(name, child, of=of)
         if isinstance(of, Variable) and isinstance(child, Variable):
             self._slots.add(of, name, child)
 
     def _target(self, variable: Variable, names: tuple[str, ...]) -> Target:
-        """Return the memory of `variable` and of its slots `names`, made where there is none."""
+        """Return the memory of `variable` and its slots `names`, which are created if missing."""
         target = self._slots.known_target(variable, names)
         if target is None:
             for name in names:
@@ -424,10 +438,10 @@ class Optimizer(Hinted, Trackable, abc.ABC):
             target = self._slots.target(variable, names)
         return target
 
-    if not TYPE_CHECKING:  # type checkers report what is not declared
+    if not TYPE_CHECKING:  # type checkers report attributes that are not declared
 
         def __setattr__(self, name: str, value: Any) -> None:
-            # Classes of programs may have attributes of these names.
+            # Classes of user programs may have attributes with these names.
             if name in _OTHER_NAMES and type(self).__module__.startswith("mpistrat."):
                 raise AttributeError(
                     f"{type(self).__name__} has no attribute {name!r}, so setting it would change "

@@ -25,12 +25,12 @@ __all__ = [
 
 
 class LearningRateSchedule(abc.ABC):
-    """Base of schedules, which an optimizer takes as its `learning_rate`.
+    """Base of schedules, which can be passed to an optimizer as its `learning_rate`.
 
-    Calling one with the number of a step, an integer from 0 on, gives the rate of that step.
-    **Local**. It raises `ValueError` for a negative step and `TypeError` for one that is no
-    integer. Schedules with equal parameters are equal, have the same `repr`, and give the same
-    rates to the bit.
+    A schedule is called with the number of a step, an integer from 0 on, and returns the rate of
+    that step. **Local**. It raises `ValueError` for a negative step and `TypeError` for a step that
+    is not an integer. Schedules with equal parameters are equal, have the same `repr`, and return
+    bit-identical rates.
 
     Examples
     --------
@@ -57,7 +57,7 @@ class LearningRateSchedule(abc.ABC):
         """Return the learning rate of `step`, which is at least 0."""
 
     def _settle(self, name: str, value: object) -> None:
-        """Set a field, which is frozen for users, to its value in the canonical type."""
+        """Set a field to its value in the canonical type. The fields are frozen for users."""
         object.__setattr__(self, name, value)
 
     def _settle_rate(self, name: str) -> None:
@@ -70,12 +70,12 @@ class LearningRateSchedule(abc.ABC):
 
 @dataclass(frozen=True)
 class Constant(LearningRateSchedule):
-    """The same learning rate at every step, as a plain number gives it.
+    """The same learning rate at every step, like a plain number.
 
     Raises
     ------
     TypeError
-        If the rate is no number.
+        If the rate is not a number.
     ValueError
         If it is negative or not finite.
 
@@ -86,6 +86,7 @@ class Constant(LearningRateSchedule):
     """
 
     learning_rate: float
+    """The rate, at least 0."""
 
     def __post_init__(self) -> None:
         self._settle_rate("learning_rate")
@@ -96,18 +97,18 @@ class Constant(LearningRateSchedule):
 
 @dataclass(frozen=True)
 class PiecewiseConstantDecay(LearningRateSchedule):
-    """A rate for each stretch of steps: the *step* schedule.
+    """A constant rate for each interval of steps: the *step* schedule.
 
-    ``values[i]`` rules up to and including the step ``boundaries[i]``, and the last one from then
-    on, as in Keras.
+    ``values[i]`` applies up to and including the step ``boundaries[i]``, and the last value to all
+    later steps, as in Keras.
 
     Raises
     ------
     TypeError
-        If a boundary is no integer, or a value no number.
+        If a boundary is not an integer, or a value is not a number.
     ValueError
-        If there is not one value more than boundaries, the boundaries do not rise from 0 on, or
-        a value is negative or not finite.
+        If there is not exactly one more value than boundaries, a boundary is negative, the
+        boundaries do not increase, or a value is negative or not finite.
 
     Examples
     --------
@@ -117,9 +118,9 @@ class PiecewiseConstantDecay(LearningRateSchedule):
     """
 
     boundaries: Sequence[int]
-    """Last step of each stretch but the last one; kept as a tuple."""
+    """Last step of each interval except the last one; stored as a tuple."""
     values: Sequence[float]
-    """Rates, one more than `boundaries`; kept as a tuple."""
+    """Rate of each interval, one more than `boundaries`; stored as a tuple."""
 
     def __post_init__(self) -> None:
         kind = type(self).__name__
@@ -143,12 +144,12 @@ class PiecewiseConstantDecay(LearningRateSchedule):
 
 @dataclass(frozen=True)
 class ExponentialDecay(LearningRateSchedule):
-    """``initial_learning_rate * decay_rate ** (step / decay_steps)``.
+    """Exponential decay: ``initial_learning_rate * decay_rate ** (step / decay_steps)``.
 
     Raises
     ------
     TypeError
-        If a parameter has another type.
+        If a parameter has the wrong type.
     ValueError
         If the rate is negative or not finite, `decay_steps` below 1, or `decay_rate` outside
         (0, 1].
@@ -160,11 +161,13 @@ class ExponentialDecay(LearningRateSchedule):
     """
 
     initial_learning_rate: float
+    """Rate of step 0."""
     decay_steps: int
-    """Steps in which the rate falls by the factor `decay_rate`."""
+    """Number of steps in which the rate falls by the factor `decay_rate`."""
     decay_rate: float
+    """Factor of the decay, in (0, 1]."""
     staircase: bool = False
-    """Whether it falls at once after each `decay_steps` steps, and stays the same in between."""
+    """Whether the rate falls at once every `decay_steps` steps, and is constant in between."""
 
     def __post_init__(self) -> None:
         self._settle_rate("initial_learning_rate")
@@ -182,18 +185,18 @@ class ExponentialDecay(LearningRateSchedule):
 
 @dataclass(frozen=True)
 class CosineDecay(LearningRateSchedule):
-    """Half a cosine wave down to a floor, after a linear warm-up where one is asked for.
+    """Decay along half a cosine wave to a minimum, after an optional linear warm-up.
 
     Without `warmup_target` the rate falls from `initial_learning_rate`. With it, the rate rises
-    in a line from `initial_learning_rate` at step 0 to `warmup_target` at step `warmup_steps`,
-    and falls from there. The fall takes `decay_steps` further steps and ends at `alpha` times
-    the rate that it started from, where the rate stays (Loshchilov and Hutter, "SGDR", 2017,
-    without restarts). The parameters are those of Keras.
+    linearly from `initial_learning_rate` at step 0 to `warmup_target` at step `warmup_steps`,
+    and falls from there. The decay takes `decay_steps` further steps and ends at `alpha` times
+    the rate that it started from. Later steps use that final rate (Loshchilov and Hutter, "SGDR",
+    2017, without restarts). The parameters have the names of Keras.
 
     Raises
     ------
     TypeError
-        If a parameter has another type.
+        If a parameter has the wrong type.
     ValueError
         If a rate is negative or not finite, `decay_steps` below 1, `warmup_steps` negative,
         `alpha` outside [0, 1], or only one of `warmup_target` and `warmup_steps` is given.
@@ -206,13 +209,15 @@ class CosineDecay(LearningRateSchedule):
     """
 
     initial_learning_rate: float
+    """Rate of step 0."""
     decay_steps: int
-    """Steps of the fall, which those of the warm-up come before."""
+    """Number of steps of the decay, not counting the warm-up."""
     alpha: float = 0.0
-    """The floor, as a share of the highest rate."""
+    """Final rate, as a fraction of the highest rate."""
     warmup_target: float | None = None
-    """Rate at the end of the warm-up."""
+    """Rate at the end of the warm-up; ``None`` for no warm-up."""
     warmup_steps: int = 0
+    """Number of steps of the warm-up."""
 
     def __post_init__(self) -> None:
         self._settle_rate("initial_learning_rate")

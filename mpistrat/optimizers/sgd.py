@@ -54,20 +54,21 @@ class SGD(Optimizer):
     Parameters
     ----------
     learning_rate : float or callable
-        A callable is given the step number and returns the rate.
+        Learning rate. A callable is called with the step number and returns the rate.
     momentum : float
-        In [0, 1). 0 keeps no velocity.
+        Momentum, in [0, 1). With 0 there is no velocity slot.
     nesterov : bool
+        Whether to use Nesterov momentum.
     weight_decay, global_clipnorm, loss_scale
         See `Optimizer`.
     sharded_slots : bool
-        Whether each rank updates a part of every mirrored variable, and keeps the slots of that
-        part alone (ZeRO, stage 1). Checkpoints hold whole slots either way.
+        Whether each rank updates a part of every mirrored variable, and keeps only the slots of
+        that part (ZeRO, stage 1). Checkpoints hold whole slots either way.
 
     Raises
     ------
     TypeError
-        If a parameter has another type.
+        If a parameter has the wrong type.
     ValueError
         For a value out of range, or `nesterov` or `sharded_slots` without momentum.
 

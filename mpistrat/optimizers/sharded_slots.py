@@ -37,11 +37,11 @@ from mpistrat.variables.placement import elements_of
 from mpistrat.variables.variable import device_of, placement_of, storage_of
 
 _MIN_BYTES = 2**20
-"""Smaller gradients are summed together, on all ranks, as for mirrored slots."""
+"""Smaller gradients are packed and summed on all ranks, as for mirrored slots."""
 
 
 def can_be_summed_in_parts(call: CollectiveCall, variable: Variable) -> bool:
-    """Return whether each rank can sum its part of the gradient of `variable`, equal on all."""
+    """Return whether each rank can sum its part of the gradient of `variable`; equal on all."""
     return _reducer(call, variable) is not None
 
 
@@ -51,7 +51,7 @@ def _reducer(call: CollectiveCall, variable: Variable) -> SharedMemoryReducer | 
     is_large = num_bytes >= _MIN_BYTES or placement_of(variable).stage is not None
     if not is_large or not is_on_host(storage_of(variable)) or options.wire_dtype is not None:
         return None
-    # As for a large message: MPI is not faster on gradients that are there already.
+    # Asked as for a large message: MPI is not faster for gradients that are already in place.
     asked = max(num_bytes, _MIN_BYTES)
     transport = call.channel.transport
     reducer, _ = choose_reducer(transport, options, ReduceOp.SUM, variable.dtype, asked)
@@ -60,25 +60,25 @@ def _reducer(call: CollectiveCall, variable: Variable) -> SharedMemoryReducer | 
 
 @dataclass(frozen=True, eq=False)
 class PartUpdate:
-    """What a step has done, or is to do, with this rank's part of one variable."""
+    """The update of this rank's part of one variable in a step, done or still to do."""
 
     variable: Variable
     placement: Any
-    """Says which part this rank updates: that of the slots, or of the variable itself."""
+    """Says which part this rank updates: the placement of the slots, or of the variable itself."""
     target: Target
     gradient: Any
-    """In C order on its device, or coalesced slices, equal on all ranks."""
+    """Gradient in C order on its device, or coalesced slices, equal on all ranks."""
     is_late: bool
-    """Whether it has not been summed yet, and the part has not been updated."""
+    """Whether the gradient is not summed yet, and the part not updated."""
 
     @property
     def is_central(self) -> bool:
-        """Whether all ranks see what each has updated."""
+        """Whether all ranks share the memory, so that they see each other's updates."""
         return placement_of(self.variable).ranges is not None
 
     @property
     def own(self) -> range:
-        """The elements of the flat variable that this rank updates."""
+        """Elements of the flat variable that this rank updates."""
         own: range = self.placement.own_elements
         return own
 
@@ -86,10 +86,11 @@ class PartUpdate:
 def share_parts(
     collectives: Collectives, kind: str, rule: Rule, step: Step, updates: Sequence[PartUpdate]
 ) -> None:
-    """Give all ranks the weights that each rank has updated. **Collective**."""
+    """Send the weights that each rank has updated to all ranks. **Collective**."""
     late = [each for each in updates if each.is_late]
     staged = [each for each in late if placement_of(each.variable).stage is not None]
-    # Before the ranks agree, because that tells the others that this rank's gradients are in place.
+    # Done before the ranks agree, because the agreement tells the others that this rank's gradients
+    # are in place.
     for each in staged:
         _fill_stage(each, collectives.rank)
     with collectives.call(f"{kind}: weights") as call:
@@ -111,7 +112,7 @@ def share_parts(
 
 
 def _fill_stage(each: PartUpdate, rank: int) -> None:
-    """Bring a gradient to this rank's buffer, unless it lies there."""
+    """Copy a gradient to this rank's buffer, unless it is already there."""
     stage = placement_of(each.variable).stage
     assert stage is not None
     if address_of(stage[rank]) != address_of(each.gradient):
@@ -119,7 +120,7 @@ def _fill_stage(each: PartUpdate, rank: int) -> None:
 
 
 _CHUNK = 2**15
-"""Elements. The sum of a chunk stays in a core's own cache until it is used."""
+"""Number of elements. The sum of a chunk stays in a core's own cache until it is used."""
 
 
 def _update_from_stage(rule: Rule, step: Step, each: PartUpdate) -> None:
@@ -130,7 +131,8 @@ def _update_from_stage(rule: Rule, step: Step, each: PartUpdate) -> None:
     for begin in range(own.start, own.stop, _CHUNK):
         stop = min(begin + _CHUNK, own.stop)
         first, *others = (of_rank[begin:stop] for of_rank in stage)
-        # A single rank adds nothing. Then the rule gets the buffer itself, which it only reads.
+        # With a single rank there is nothing to add. Then the rule gets the buffer itself, which it
+        # only reads.
         total = sums[: stop - begin] if others else first
         for number, of_rank in enumerate(others):
             np.add(total if number else first, of_rank, out=total)
@@ -146,7 +148,7 @@ def _update_with_others(call: CollectiveCall, rule: Rule, step: Step, each: Part
         chunk = each.target.chunk(begin - own.start, begin - own.start + sums.size)
         rule.update(step, chunk, sums)
         if not each.is_central:
-            # `reduce_parts` sends what is in `sums` now: the new weights in place of the summed
+            # `reduce_parts` sends the contents of `sums`: now the new weights instead of the summed
             # gradients.
             np.copyto(sums, chunk.weight)
 
@@ -157,9 +159,9 @@ def _update_with_others(call: CollectiveCall, rule: Rule, step: Step, each: Part
 
 
 def _gather(updates: Sequence[PartUpdate], call: CollectiveCall) -> None:
-    """Bring the weights that ranks have updated to all of them. **Collective**."""
+    """Gather the updated weights of all ranks on each of them. **Collective**."""
     # One message per dtype. The sort is stable and all ranks have the updates in the same order, so
-    # they cut the messages alike.
+    # they divide the messages in the same way.
     by_dtype = sorted(updates, key=lambda each: each.variable.dtype.char)
     for _, group in itertools.groupby(by_dtype, key=lambda each: each.variable.dtype):
         parts = [(each.variable, _places(each)) for each in group]
@@ -180,7 +182,7 @@ def _gather(updates: Sequence[PartUpdate], call: CollectiveCall) -> None:
 
 
 def _places(each: PartUpdate) -> list[Any]:
-    """Return, for each rank, which elements of the flat variable it has updated."""
+    """Return, for each rank, the elements of the flat variable that it has updated."""
     ranges = each.placement.ranges
     if not isinstance(each.gradient, IndexedSlices):
         return [slice(of_rank.start, of_rank.stop) for of_rank in ranges]
@@ -205,7 +207,7 @@ def _index(flat: Array, places: Any) -> Any:
 
 
 def is_divided(optimizer: Any, variables: Iterable[Variable]) -> bool:
-    """Return whether the ranks divide a step on `variables`, by the slots that it has or makes."""
+    """Return whether the ranks divide a step on `variables`, by its existing or new slots."""
     names, is_sharded = optimizer._rule.kernel.slots, optimizer.sharded_slots
     return any(optimizer._slots.are_divided(each, names, is_sharded) for each in variables)
 
@@ -216,8 +218,8 @@ def summed_in_parts(
     gradients: Sequence[Any],
     variables: Sequence[Variable],
 ) -> list[int]:
-    """Return the positions of gradients of which each rank sums its part while it updates it."""
-    # All that decides is equal on all ranks, or agreed on next. To clip them takes all of them.
+    """Return the positions of gradients whose parts the ranks sum while they update them."""
+    # All conditions are equal on all ranks, or agreed on next. Clipping needs all gradients first.
     if optimizer.global_clipnorm is not None or optimizer.loss_scale is not None:
         return []
     names = optimizer._rule.kernel.slots

@@ -24,13 +24,13 @@ from mpistrat.variables.variable import own_storage_of, placement_of
 @dataclass
 class _Entry:
     variable: Variable
-    """Kept, so that its id is not given to another one."""
+    """Kept alive, so that its id is not reused."""
     slots: dict[str, Variable] = field(default_factory=dict)
     targets: dict[tuple[str, ...], Target] = field(default_factory=dict)
-    """By the names of the slots that were asked for. A copy has its own memory."""
+    """Targets by the names of the requested slots. A copy has its own memory."""
 
     def forget(self, name: str) -> None:
-        """Be without a slot."""
+        """Remove the slot `name`."""
         del self.slots[name]
         self.targets.clear()
 
@@ -41,7 +41,7 @@ class _Entry:
 class Slots:
     """Finds slots by variable and name."""
 
-    # A deep copy belongs to the copies of the variables, so a model that is copied together with
+    # A deep copy belongs to the copies of the variables. So a model that is copied together with
     # its optimizer keeps its momenta.
 
     def __init__(self) -> None:
@@ -55,16 +55,16 @@ class Slots:
         return twin
 
     def find(self, variable: Variable, name: str) -> Variable | None:
-        """Return the slot `name` of `variable`, ``None`` where there is none."""
+        """Return the slot `name` of `variable`, ``None`` if it does not exist."""
         entry = self._entries.get(id(variable))
         return None if entry is None else entry.slots.get(name)
 
     def target(self, variable: Variable, names: tuple[str, ...]) -> Target:
-        """Return the memory of `variable` and of its slots `names`, which exist."""
+        """Return the memory of `variable` and of its slots `names`, which must exist."""
         entry = self._entries.setdefault(id(variable), _Entry(variable))
         weight, slots = own_storage_of(variable), [entry.slots[name] for name in names]
         if slots and slots[0]._is_sharded and not placement_of(variable).is_divided:
-            # Every rank holds the whole weight, but only a part of each slot. A rule needs the same
+            # Every rank holds the whole weight but only a part of each slot. A rule needs the same
             # elements of both.
             weight = placement_of(slots[0]).own(weight)
         target = entry.targets[names] = Target(weight, [own_storage_of(slot) for slot in slots])
@@ -73,7 +73,7 @@ class Slots:
     def placement(self, variable: Variable, names: Iterable[str]) -> Whole:
         """Return the placement that says which part of `variable` this rank updates.
 
-        `names` are the slots that the update needs, as far as they exist.
+        `names` are the slots that the update needs. Missing slots are ignored.
         """
         found = [self.find(variable, name) for name in names]
         for each in (variable, *found):
@@ -84,7 +84,7 @@ class Slots:
     def are_divided(self, variable: Variable, names: Iterable[str], is_sharded: bool) -> bool:
         """Return whether an update of `variable` by the slots `names` is divided over ranks.
 
-        Slots that do not exist yet count as what `zero_slot` will make of them.
+        Slots that do not exist yet count as if `zero_slot` had created them.
         """
         if placement_of(variable).is_divided:
             return True
@@ -97,12 +97,12 @@ class Slots:
         )
 
     def known_target(self, variable: Variable, names: tuple[str, ...]) -> Target | None:
-        """Return what `target` has returned before, ``None`` where it has not."""
+        """Return the earlier result of `target`, ``None`` if there is none."""
         entry = self._entries.get(id(variable))
         return None if entry is None else entry.targets.get(names)
 
     def add(self, variable: Variable, name: str, slot: Variable) -> None:
-        """Keep `slot` under `variable` and `name`."""
+        """Store `slot` under `variable` and `name`."""
         entry = self._entries.setdefault(id(variable), _Entry(variable))
         entry.slots[name] = slot
         # Known targets may refer to the memory of a slot that this one replaces.
@@ -111,7 +111,7 @@ class Slots:
 
 
 def check_can_shard_slots(what: str, strategy: Any) -> None:
-    """Refuse to divide slots over ranks that are replicas together."""
+    """Raise if slots cannot be divided over ranks, because several ranks form one replica."""
     num_ranks = context.layout_of(strategy).ranks_per_replica
     if num_ranks > 1:
         raise NotImplementedError(
@@ -122,18 +122,19 @@ def check_can_shard_slots(what: str, strategy: Any) -> None:
 
 def _is_divided_slot(variable: Variable, is_sharded: bool) -> bool:
     """Return whether `zero_slot` divides the slots of `variable` over ranks."""
-    # Those of a central variable are shared already.
+    # The slots of a central variable are already shared.
     is_mirrored = isinstance(variable, MirroredVariable)
     return is_sharded and is_mirrored and not placement_of(variable).is_divided
 
 
 def zero_slot(variable: Variable, name: str, is_sharded: bool = False) -> Variable:
-    """Return a new slot: zeros, colocated with `variable`, float32 for the halves."""
-    # **Collective** for the variable of a strategy. `is_sharded` divides a mirrored variable's.
+    """Return a new slot of zeros, placed like `variable`; float32 for 16-bit variables."""
+    # **Collective** for the variable of a strategy. `is_sharded` divides the slot of a mirrored
+    # variable over the ranks.
     owner = default_strategy() if variable.strategy is None else variable.strategy
     name, dtype = f"{variable.name}/{name}", slot_dtype(variable.dtype)
-    # In replica context `Variable` waits for all replicas of this rank, but here one of them works
-    # for all while the others wait for it.
+    # In replica context `Variable` would wait for all replicas of this rank, but here one of them
+    # works for all while the others wait for it.
     with context.entered(context.Frame(context.Kind.CROSS_REPLICA, owner)):
         if _is_divided_slot(variable, is_sharded):
             check_can_shard_slots(name, owner)

@@ -1,4 +1,4 @@
-"""Gradient checks, casts and sums over replicas, on the way to the variables."""
+"""Checks, casts and sums over replicas of the gradients of a step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from mpistrat.variables.variable import device_of, storage_of
 
 
 def listed(values: Any) -> Any:
-    """Return a list of an iterable, and what is none as it is: the call refuses it."""
+    """Return an iterable as a list, and anything else unchanged: the call raises for it."""
     is_one = isinstance(values, Variable) or not isinstance(values, Iterable)
     return values if is_one else list(values)
 
@@ -73,7 +73,7 @@ def split_pairs(
 
 
 def check_owners(kind: str, strategy: Any, variables: Sequence[Variable]) -> None:
-    """Make sure that no variable belongs to another strategy than `strategy`, or to one rank."""
+    """Check that no variable belongs to a strategy other than `strategy`, or to only one rank."""
     for variable in variables:
         check_scope(f"{kind}: the variable {variable.name!r}", variable)
         if variable.strategy not in (None, strategy):
@@ -85,7 +85,7 @@ def check_owners(kind: str, strategy: Any, variables: Sequence[Variable]) -> Non
 
 
 def check_scope(what: str, variable: Variable) -> None:
-    """Refuse `what` inside `run` of several replicas, if its `variable` belongs to one rank."""
+    """Raise if `what` is called in `run` of several replicas with a `variable` of one rank."""
     if variable.strategy is None:
         context.require_scope_of_several(what)
 
@@ -94,7 +94,7 @@ def check_gradients(
     kind: str, gradients: Sequence[Any], variables: Sequence[Variable], summed: bool
 ) -> list[Any]:
     """Return each gradient as an array or `IndexedSlices` of its variable's dtype."""
-    # ``None`` stays ``None``. `summed` says whether each replica brings its own gradient.
+    # ``None`` stays ``None``. `summed` says whether each replica passes its own gradient.
     if all(gradient is None for gradient in gradients):
         names = [variable.name for variable in variables]
         raise ValueError(f"{kind}: every gradient is None (variables {names}).")
@@ -108,7 +108,7 @@ def check_gradients(
 
 
 def warn_of_nan(gradients: Iterable[Any], variables: Iterable[Variable]) -> None:
-    """Warn if an empty part of a batch has made a gradient NaN on the replica that runs here."""
+    """Warn if a gradient is NaN on this replica because its part of a batch was empty."""
     frame = context.current()
     if frame is not None:
         named = zip(variables, gradients, strict=True)
@@ -118,7 +118,7 @@ def warn_of_nan(gradients: Iterable[Any], variables: Iterable[Variable]) -> None
 
 
 def check_variables(kind: str, variables: Any) -> None:
-    """Make sure that `variables` is a list of those that gradients can change, each once."""
+    """Check that `variables` is a list of variables that gradients can change, each once."""
     if not isinstance(variables, list):
         raise TypeError(
             f"{kind} takes an iterable of variables, not {variables!r} of type "
@@ -142,7 +142,7 @@ def _check_each_once(kind: str, variables: Sequence[Variable], remedy: str = "")
 
 
 def _check_takes_gradients(kind: str, variable: Variable) -> None:
-    """Refuse a variable that holds no fractions, such as a gradient's steps are."""
+    """Raise if a variable cannot hold fractions, because steps along gradients are fractions."""
     if not is_floating(variable.dtype) and variable.dtype.kind != "c":
         raise TypeError(
             f"{kind}: the variable {variable.name!r} of dtype {variable.dtype} cannot take the "
@@ -154,7 +154,7 @@ def _checked(kind: str, gradient: Any, variable: Variable, summed: bool) -> Any:
     _check_takes_gradients(kind, variable)
     is_plain = type(gradient) is np.ndarray and gradient.shape == variable.shape
     if is_plain and gradient.dtype == variable.dtype:
-        return gradient  # as most are: what follows takes longer than a small update
+        return gradient  # the usual case: the code below takes longer than a small update
     what = f"{kind}: the gradient of variable {variable.name!r}"
     if isinstance(gradient, PerReplica | SyncOnReadVariable) and not summed:
         raise ValueError(
@@ -209,7 +209,7 @@ def _checked_slices(what: str, slices: IndexedSlices, variable: Variable) -> Ind
             f"{what} has indices from {span[0]} to {span[1]}, but the variable of "
             f"shape {variable.shape} has the rows 0 to {num_rows - 1}."
         )
-    # One dtype of indices, so that ranks which differ in that can still concatenate them.
+    # All ranks use the same dtype of indices, so that they can concatenate them.
     return IndexedSlices(_cast(what, values, variable), indices.astype(np.int64), variable.shape)
 
 
@@ -222,7 +222,7 @@ def sum_over_replicas(
 ) -> list[Any]:
     """Return each gradient summed over replicas, small ones in one message. **Collective**.
 
-    Those at the positions `late` stay as they are, and the ranks only agree on them.
+    Gradients at the positions `late` are not summed; the ranks only agree on them.
     """
     # The names of variables, which gradients are None, and `parameters` are compared too.
     given = [None if i in late else gradient for i, gradient in enumerate(gradients)]
@@ -240,7 +240,7 @@ def sum_over_replicas(
 def prepare_sum(
     call: CollectiveCall, gradients: list[Any], variables: Sequence[Variable], parameters: str
 ) -> Reduction:
-    """Return the reduction that `sum_over_replicas` does where all gradients are dense."""
+    """Return the reduction that `sum_over_replicas` does if all gradients are dense."""
     names = _names_signature(tuple([variable.name for variable in variables]))
     return call.prepare(ReduceOp.SUM, gradients, (names, parameters) if parameters else names)
 
@@ -256,7 +256,7 @@ def agree_on_gradients(
     variables: Sequence[Variable],
     parameters: str,
 ) -> list[Any]:
-    """Return gradients that are the same on all replicas already. **Collective**."""
+    """Compare gradients that must already be equal on all replicas; return them. **Collective**."""
     # The names of variables, which gradients are None or sparse, and `parameters` must agree. So
     # must the values in cross-replica context; in replica context the program has reduced them.
     leaves, structure = nests.flatten(_named(gradients, variables))
@@ -264,7 +264,7 @@ def agree_on_gradients(
     frame = context.current()
     is_replica = frame is not None and frame.kind is context.Kind.REPLICA
     if not is_replica and not _are_equal.get():
-        # To copy gradients from a device would take longer than the step.
+        # Device arrays are left out: copying them to the host would take longer than the step.
         on_host = [each for each in _arrays_of(leaves) if isinstance(each, np.ndarray)]
         call.include_values(on_host)
     call.agree("gradients as they are", nests.signature(structure), sparse, parameters)
@@ -276,7 +276,7 @@ _are_equal: ContextVar[bool] = ContextVar("_are_equal", default=False)
 
 @contextmanager
 def known_equal() -> Iterator[None]:
-    """Do not compare gradients within the ``with`` block: a reduction has made them equal."""
+    """Do not compare gradients within the ``with`` block, because a reduction returned them."""
     token = _are_equal.set(True)
     try:
         yield
@@ -294,7 +294,7 @@ def _arrays_of(leaves: Iterable[Any]) -> Iterator[Array]:
 
 
 def _named(gradients: Sequence[Any], variables: Sequence[Variable]) -> list[dict[str, Any]]:
-    """Return a nest whose structure shows each name, and an empty tuple where ``None`` is."""
+    """Return a nest whose structure shows each name, with an empty tuple for each ``None``."""
     return [
         {variable.name: () if gradient is None else gradient}
         for gradient, variable in zip(gradients, variables, strict=True)
@@ -305,7 +305,7 @@ def settled_beside(
     pairs: Sequence[tuple[Any, Variable]], written: Sequence[tuple[int, int]]
 ) -> list[Any]:
     """Return the gradients in C order on the devices of their variables, or coalesced."""
-    # Copies are made of those that lie in `written`, spans of memory that the step changes.
+    # Gradients that overlap with `written`, the memory that the step changes, are copied.
     spans = _joined_spans(written)
     settled: list[Any] = []
     for gradient, variable in pairs:
@@ -328,10 +328,10 @@ def _unshared(array: Array, spans: Sequence[tuple[int, int]]) -> Array:
 
 
 def _joined_spans(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return `spans` in order, with those that overlap as one."""
+    """Return `spans` in order, with overlapping ones merged."""
     joined: list[tuple[int, int]] = []
     for begin, end in sorted(spans):
-        # A variable that ranks update in parts is there as a whole and with its part.
+        # If ranks update parts of a variable, the list contains both the whole and the part.
         if joined and begin < joined[-1][1]:
             joined[-1] = joined[-1][0], max(joined[-1][1], end)
         else:
@@ -340,7 +340,7 @@ def _joined_spans(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _lies_in(array: Array, spans: Sequence[tuple[int, int]]) -> bool:
-    """Return whether the C-ordered `array` shares memory with `spans`, in order and apart."""
+    """Return whether the C-ordered `array` shares memory with `spans`, sorted and disjoint."""
     begin = address_of(array)
     last = bisect.bisect_left(spans, (begin + array.nbytes,)) - 1
     return last >= 0 and spans[last][1] > begin
@@ -356,11 +356,11 @@ def coalesced(slices: IndexedSlices) -> IndexedSlices:
 
 
 def _add_rows(values: Array, places: Array, added: Array) -> None:
-    """Add each row of `added` to ``values[place]``, in one order on all ranks."""
+    """Add each row of `added` to ``values[place]``, in the same order on all ranks."""
     if is_on_host(values):
         np.add.at(values, places, added)
         return
-    # A device's atomic additions have no order, so ranks would differ in the last bits.
+    # Atomic additions on a device have no fixed order, so ranks would differ in the last bits.
     order, ends = split_into_rounds(host_view(places))
     order_there = namespace_of(values).asarray(order)
     for start, end in itertools.pairwise([0, *ends]):

@@ -1,4 +1,4 @@
-"""Update rules on host and device, and the global norm that gradients are clipped by."""
+"""Update rules on host and device, and the global norm for the clipping of gradients."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Rule:
 
     kernel: Kernel
     in_numpy: Callable[..., None]
-    """The same to the bit as ``in_numpy(weight, gradient, slots, constants, scratch)``, in place.
+    """Bit-identical NumPy version: ``in_numpy(weight, gradient, slots, constants, scratch)``.
 
-    All are 1-d arrays of one floating dtype and equal length, constants 0-d ones. `gradient`
-    must stay as it is; `scratch` may hold anything."""
+    It works in place. All are 1-d arrays of one floating dtype and equal length, except the
+    constants, which are 0-d. It must not change `gradient`; `scratch` may hold anything."""
 
     def update(self, step: Step, target: Target, gradient: Any) -> None:
-        """Write to `target` in place; only read `gradient`, in C order or coalesced slices."""
+        """Update `target` in place; only read `gradient`, in C order or coalesced slices."""
         if isinstance(gradient, IndexedSlices):
             self._update_rows(step, target, gradient)
         elif is_on_host(target.weight):
@@ -41,14 +41,15 @@ class Rule:
             self.update_on_device(step, [(target, gradient)])
 
     def update_on_device(self, step: Step, pairs: Sequence[tuple[Target, Array]]) -> None:
-        """Write to targets on one device, in place; only read the gradients, in C order."""
+        """Update targets on one device in place; only read the gradients, in C order."""
         numbers = (step.keep, step.factor, *step.constants)
         targets, gradients = zip(*pairs, strict=True)
         DeviceUpdate(self.kernel, targets)(numbers, gradients)
 
     def _update_rows(self, step: Step, target: Target, gradient: IndexedSlices) -> None:
-        # Other rows keep their weight and their slots: momenta do not decay there, and no weight
-        # decay is taken. That is the lazy update of TensorFlow's LazyAdam and PyTorch's SparseAdam.
+        # Other rows keep their weight and their slots: neither momentum decay nor weight decay
+        # applies to them. This is the lazy update of TensorFlow's LazyAdam and PyTorch's
+        # SparseAdam.
         indices = gradient.indices
         rows = Target(target.weight[indices], [slot[indices] for slot in target.slots])
         self.update(step, rows, gradient.values)
@@ -57,13 +58,13 @@ class Rule:
             slot[indices] = updated
 
     def update_of_all(self, targets: Sequence[Target]) -> UpdateAll | None:
-        """Return what updates all `targets` in one call, ``None`` where nothing can."""
+        """Return a function that updates all `targets` in one call, ``None`` if there is none."""
         if not is_on_host(targets[0].weight):
             return self._update_of_all_on_device(targets)
         dtype = targets[0].compute_dtype
         compiled = _compiled_kernel(self.kernel, dtype)
-        # One call takes weights of one dtype that it also computes in. Halves are widened block by
-        # block instead.
+        # One call needs weights of a single dtype that it also computes in. 16-bit weights are
+        # widened block by block instead.
         if compiled is None or any(target.flat_weight.dtype != dtype for target in targets):
             return None
         memory = _Memory(targets)
@@ -86,18 +87,18 @@ class Step:
     """The numbers of one step, equal on all ranks and for all variables."""
 
     constants: tuple[float, ...]
-    """For the constants of the kernel."""
+    """Values for the constants of the kernel."""
     keep: float = 1.0
-    """What a weight is multiplied by before: the weight decay."""
+    """Factor for each weight before the update, for weight decay."""
     factor: float = 1.0
-    """What a gradient is multiplied by before: clipping and the inverse of the loss scale."""
+    """Factor for each gradient before the update: clipping and the inverse of the loss scale."""
 
 
 class Target:
-    """What a rule writes to: a weight and its slots, whose memory stays where it is."""
+    """The arrays that a rule writes to: a weight and its slots, whose memory never moves."""
 
     def __init__(self, weight: Array, slots: Sequence[Array]) -> None:
-        # All in C order and of one shape, the slots of `slot_dtype`.
+        # All are in C order and have one shape; the slots have the dtype `slot_dtype`.
         self.weight = weight
         self.slots = slots
         self.flat_weight, *self.flat_slots = map(_flat_real, (weight, *slots))
@@ -106,21 +107,21 @@ class Target:
 
     @functools.cached_property
     def spans(self) -> list[tuple[int, int]]:
-        """Where the memory of each begins and ends."""
+        """Addresses where the memory of each array begins and ends."""
         return [span_of(each) for each in (self.weight, *self.slots)]
 
     @functools.cached_property
     def memory(self) -> _Memory:
-        """Of this target alone, on the host."""
+        """Memory of only this target, on the host."""
         return _Memory([self])
 
     @functools.cached_property
     def device_addresses(self) -> tuple[int, ...]:
-        """Where the memory of each begins on a device."""
+        """Addresses where the memory of each array begins on a device."""
         return tuple(address_of(each) for each in (self.flat_weight, *self.flat_slots))
 
     def chunk(self, begin: int, stop: int) -> Target:
-        """Return a part of a target of 1-d arrays, which is kept."""
+        """Return a part of a target with 1-d arrays, and cache it."""
         found = self._chunks.get((begin, stop))
         if found is None:
             slots = [slot[begin:stop] for slot in self.slots]
@@ -129,7 +130,7 @@ class Target:
 
 
 class _Memory:
-    """Where several targets of one compute dtype lie on the host, as C takes it."""
+    """Addresses of several targets of one compute dtype on the host, as C arrays."""
 
     def __init__(self, targets: Sequence[Target]) -> None:
         self.count = len(targets)
@@ -141,8 +142,8 @@ class _Memory:
 
 @functools.lru_cache
 def _compute_dtype(dtype: np.dtype) -> np.dtype:
-    """Return the real dtype in which elements of `dtype` are updated; complex ones are two."""
-    # float32 for the halves, whose squares and small steps would vanish.
+    """Return the real dtype for updates of `dtype`; a complex element counts as two."""
+    # float32 for 16-bit types, whose squares and small steps would vanish.
     if is_narrow(dtype):
         return np.dtype(np.float32)
     real: np.dtype = np.dtype(dtype.char.lower())
@@ -162,15 +163,15 @@ def _flat_real(array: Array) -> Array:
 
 
 UpdateAll = Callable[[Step, list[np.ndarray]], None]
-"""``update_all(step, gradients)`` does `Rule.update` for the targets that it was made for."""
+"""``update_all(step, gradients)`` calls `Rule.update` for the targets that it was created for."""
 
 
 _BLOCK = 2**15
-"""Elements. A block of each array of a rule fits into a core's own cache."""
+"""Number of elements. A block of each array of a rule fits into a core's own cache."""
 
 
 def update_on_host(rule: Rule, step: Step, target: Target, gradient: np.ndarray) -> None:
-    """Write to `target` in place, as `rule` says; only read `gradient`, in C order."""
+    """Update `target` in place by `rule`; only read `gradient`, in C order."""
     weight, flat_gradient = target.flat_weight, _flat_real(gradient)
     dtype = target.compute_dtype
     compiled = _compiled_kernel(rule.kernel, dtype)
@@ -178,7 +179,8 @@ def update_on_host(rule: Rule, step: Step, target: Target, gradient: np.ndarray)
     if compiled is not None and weight.dtype == dtype:
         compiled(target.memory, [flat_gradient], numbers)
         return
-    # Without compiled code, or for halves, which need wider copies: block by block, in the cache.
+    # Without compiled code, or for 16-bit types, which need wider copies: block by block, so that
+    # the data stay in the cache.
     length = min(_BLOCK, weight.size)
     engine: _Engine
     if compiled is None:
@@ -207,7 +209,7 @@ def _compiled_engine(compiled: _HostKernel, numbers: Sequence[float]) -> _Engine
 def _numpy_engine(rule: Rule, step: Step, length: int, dtype: np.dtype) -> _Engine:
     constants = [np.array(value, dtype) for value in step.constants]
     keep, factor = np.array(step.keep, dtype), np.array(step.factor, dtype)
-    # A product with 1 changes no bits. So it can be left out here, though the compiled code does
+    # Multiplying by 1 changes no bits. So it can be skipped here, although the compiled code does
     # it.
     decays, is_scaled = step.keep != 1, step.factor != 1
     scratch = np.empty(length, dtype)
@@ -225,7 +227,7 @@ def _numpy_engine(rule: Rule, step: Step, length: int, dtype: np.dtype) -> _Engi
 
 
 def _widening(engine: _Engine, length: int, dtype: np.dtype) -> _Engine:
-    """Return an engine for halves, which computes in the wider `dtype`."""
+    """Return an engine for 16-bit types, which computes in the wider `dtype`."""
     wide_weight, wide_gradient = np.empty(length, dtype), np.empty(length, dtype)
 
     def widened(target: Target, gradient: np.ndarray) -> None:
@@ -246,7 +248,7 @@ _HostKernel = Callable[[_Memory, list[np.ndarray], Sequence[float]], None]
 
 @functools.lru_cache
 def _compiled_kernel(kernel: Kernel, dtype: np.dtype) -> _HostKernel | None:
-    """Return the function for `kernel`, ``None`` where there is none for `dtype`."""
+    """Return the compiled function for `kernel`, ``None`` if there is none for `dtype`."""
     library = _library()
     number = _NUMBERS.get(dtype.char)
     if library is None or number is None:
@@ -270,7 +272,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 def update_each(rule: Rule, step: Step, pairs: Sequence[tuple[Target, Any]]) -> None:
-    """Do `Rule.update` to each target, in one launch for many arrays of a device."""
+    """Call `Rule.update` for each target, with one launch for many arrays on a device."""
     on_device = []
     for target, gradient in pairs:
         if is_on_host(target.weight) or isinstance(gradient, IndexedSlices):
@@ -289,28 +291,28 @@ def gradient_factor(
     sum_over_shards: Callable[[list[float]], float] = sum,
     sums: Callable[[Sequence[Any]], list[float]] | None = None,
 ) -> float | None:
-    """Return what to multiply gradients by, ``None`` where they must be finite and are not."""
-    # The loss has been multiplied by `scale`. Without it, their norm may be `clipnorm`.
-    # The summed gradients are equal on all replicas, so these need not agree on the result. The
-    # ranks of one replica have different ones, whose sums of squares `sum_over_shards` adds up.
-    # `sums` does what `_sums_of_squares` does for gradients like these.
+    """Return the factor for the gradients, ``None`` if they must be finite and are not."""
+    # The loss has been multiplied by `scale`. Without that factor, the norm of the gradients may be
+    # at most `clipnorm`. The summed gradients are equal on all replicas, so the replicas need not
+    # agree on the result. The ranks of one replica have different gradients, whose sums of squares
+    # `sum_over_shards` adds up. `sums` replaces `_sums_of_squares` for gradients like these.
     norm = math.sqrt(sum_over_shards((sums or _sums_of_squares)(gradients))) / scale
     if must_be_finite and not math.isfinite(norm):
         return None
     if clipnorm is None or norm <= clipnorm:
         return 1 / scale
-    # Elements that are not finite become NaN, as 0 * inf or NaN * anything.
+    # Elements that are not finite become NaN, because 0 * inf and NaN * anything are NaN.
     return clipnorm / norm / scale
 
 
 def sums_of_all(gradients: Sequence[Array]) -> SumsOfSquares:
-    """Return what does `_sums_of_squares` for arrays like `gradients`, dense and on one device."""
+    """Return a faster `_sums_of_squares` for arrays like `gradients`, dense and on one device."""
     return SumsOfSquares([_flat_real(each) for each in gradients])
 
 
 def _sums_of_squares(gradients: Sequence[Any]) -> list[float]:
     """Return the sum of the squares of each gradient, not finite if an element is not."""
-    # `IndexedSlices` are coalesced, so that no row counts as two.
+    # `IndexedSlices` are coalesced, so that no row counts twice.
     arrays = [
         each.values if isinstance(each, IndexedSlices) else each  # coalesced
         for each in gradients
@@ -326,10 +328,11 @@ def _sums_of_squares(gradients: Sequence[Any]) -> list[float]:
 
 def _host_sum_of_squares(array: np.ndarray) -> float:
     """Return the sum of the squares of absolute values, not finite if an element is not."""
-    # Blocks are summed pairwise and then as float64, in an order that does not depend on threads.
+    # Blocks are summed pairwise, and their sums as float64, in an order that does not depend on
+    # threads.
     flat = _flat_real(array)
     total = _sum_of_squares(flat, _compute_dtype(flat.dtype))
-    # Squares of finite float32 numbers can overflow; those of float64 then decide.
+    # Squares of finite float32 numbers can overflow. The squares in float64 then decide.
     return total if np.isfinite(total) else _sum_of_squares(flat, np.dtype(np.float64))
 
 

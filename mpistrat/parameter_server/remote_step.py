@@ -1,4 +1,4 @@
-"""Steps on remote variables: a message to each holder, which updates its parts in place."""
+"""Optimizer steps on remote variables: one message per holder, which updates its parts in place."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from mpistrat.parameter_server.store import (
 from mpistrat.values import IndexedSlices
 
 _HEAD = struct.Struct("<dddii")
-"""Learning rate, weight decay, factor of the gradients; numbers of parameters and of entries."""
+"""Learning rate, weight decay, gradient factor, number of parameters, number of entries."""
 _ENTRY = struct.Struct("<qi4x24s")
-"""Key of a part, whether its gradient has rows alone, dtype."""
+"""Key of a part, whether its gradient has only some rows, dtype."""
 _NUMBER = struct.Struct("<d")
 
 _NO_NUMBERS = frozenset({"weight_decay", "global_clipnorm", "loss_scale", "sharded_slots"})
 
 
 def apply_remotely(optimizer: Optimizer, strategy: context.Strategy, pairs: Any) -> None:
-    """Have the holders of variables take one step: see `Optimizer.apply_gradients`."""
+    """Make the holders of variables take one step: see `Optimizer.apply_gradients`."""
     kind = f"{type(optimizer).__name__}.apply_gradients"
     job = job_of(strategy)
     given, variables = split_pairs(kind, pairs)
@@ -65,7 +65,7 @@ def apply_remotely(optimizer: Optimizer, strategy: context.Strategy, pairs: Any)
     ]
     factor = gradient_factor([each for each, _ in gradients], 1.0, optimizer.global_clipnorm, False)
     number = _number_of(optimizer, job)
-    # All holders, also those that get no gradient: each of them counts the steps.
+    # Include holders that get no gradient, because each holder counts the steps.
     entries: dict[int, list[tuple[bytes, list[np.ndarray]]]] = {
         holder: [] for holder in job.holders
     }
@@ -81,12 +81,12 @@ def apply_remotely(optimizer: Optimizer, strategy: context.Strategy, pairs: Any)
 
 
 def _number_of(optimizer: Optimizer, job: ServerJob) -> int:
-    """Return the number by which messages name an optimizer, that of its creation."""
+    """Return the number of an optimizer in messages, which is its place in creation order."""
     return next(i for i, each in enumerate(job.optimizers) if each is optimizer)
 
 
 def _settled(gradient: Any) -> Any:
-    """Return a gradient on the host, rows each once."""
+    """Return a gradient in host memory, with each row at most once."""
     if not isinstance(gradient, IndexedSlices):
         return np.ascontiguousarray(host_view(gradient))
     values, indices = host_view(gradient.values), host_view(gradient.indices)
@@ -96,7 +96,7 @@ def _settled(gradient: Any) -> Any:
 def _entries(
     gradient: Any, variable: RemoteVariable
 ) -> Sequence[tuple[int, tuple[bytes, list[np.ndarray]]]]:
-    """Return what the holder of each part gets of a gradient."""
+    """Return holder, header and buffers for each part that a gradient changes."""
     found = []
     name = variable.dtype.name.encode()
     for part in parts_of(variable):
@@ -114,7 +114,10 @@ def _entries(
 
 
 def _parameters(optimizer: Optimizer, factor: float | None) -> list[bytes]:
-    """Return the numbers of a step; a rate that depends on the step is found by the holder."""
+    """Return the numbers of a step, packed.
+
+    If the learning rate depends on the step, it is NaN, and the holder computes the rate.
+    """
     rate = math.nan if callable(optimizer.learning_rate) else float(optimizer.learning_rate)
     numbers = [float(getattr(optimizer, name)) for name in _names(optimizer)]
     head = (rate, float(optimizer.weight_decay or 0), 1.0 if factor is None else factor)
@@ -135,12 +138,12 @@ def _request(
 
 
 def take_step(optimizer: Optimizer, number: int, store: ParameterStore, request: Request) -> None:
-    """Update the parts that this rank holds, as the optimizer of that `number`, by one step."""
+    """Update the parts that this rank holds by one step of optimizer `number`."""
     rate, decay, factor, num_parameters, num_entries = _HEAD.unpack_from(request.extra)
     at = _HEAD.size
     for name in _names(optimizer)[:num_parameters]:
         (value,) = _NUMBER.unpack_from(request.extra, at)
-        # The program may have set another one on the rank that takes the step.
+        # The rank that takes the step may have set a different value.
         setattr(optimizer, name, type(getattr(optimizer, name))(value))
         at += _NUMBER.size
     iterations = store.array(parts_of(optimizer.iterations)[0].key, np.dtype(np.int64))
@@ -170,15 +173,14 @@ def take_step(optimizer: Optimizer, number: int, store: ParameterStore, request:
 def _target(
     optimizer: Optimizer, number: int, store: ParameterStore, key: int, dtype: np.dtype
 ) -> Target:
-    """Return the memory of a part and its slots, as they are now."""
+    """Return the current memory of a part and its slots."""
     names = optimizer._rule.kernel.slots
     weight = store.array(key, dtype)
     of_slots = slot_dtype(dtype)
     slots = [store.array(slot_key(key, number, i), of_slots) for i, _ in enumerate(names)]
     known = optimizer._remote_targets.get(key)
     memory = [weight, *slots]
-    # By identity: the store may have replaced the memory, because a message still reads the old
-    # one.
+    # Compare by identity: the store replaces the memory if a message still reads the old one.
     if known is None or any(a is not b for a, b in zip(memory, known[1], strict=True)):
         known = optimizer._remote_targets[key] = Target(weight, slots), memory
     target: Target = known[0]
@@ -188,7 +190,7 @@ def _target(
 def find_slots(
     optimizer: Optimizer, job: ServerJob
 ) -> list[tuple[str, RemoteVariable, RemoteVariable]]:
-    """Return name, slot and variable of each slot that the holders have by now."""
+    """Return name, slot and variable of each slot that exists on the holders."""
     number = _number_of(optimizer, job)
     request = Request(Operation.SLOTS, number, np.dtype(np.int64))
     answers = job.client.ask_each(
@@ -205,7 +207,7 @@ def find_slots(
 
 
 def slot_makers(optimizer: Optimizer, job: ServerJob) -> dict[str, Callable[[Any], RemoteVariable]]:
-    """Return what makes the slots of a variable as this rank knows them, by name."""
+    """Return a function per slot name that creates this rank's view of a variable's slot."""
     number = _number_of(optimizer, job)
     return {
         name: functools.partial(_make_slot, optimizer, number, place=i)
@@ -216,7 +218,7 @@ def slot_makers(optimizer: Optimizer, job: ServerJob) -> dict[str, Callable[[Any
 def _make_slot(
     optimizer: Optimizer, number: int, variable: RemoteVariable, place: int
 ) -> RemoteVariable:
-    """Return a slot as this rank knows it; where it lies, it begins as zeros."""
+    """Return this rank's view of a slot. The holder creates its memory, as zeros, on first use."""
     name = optimizer._rule.kernel.slots[place]
     dtype = slot_dtype(variable.dtype)
     return variable._slot(f"{variable.name}/{name}", dtype, number, place)

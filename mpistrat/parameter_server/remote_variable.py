@@ -1,4 +1,4 @@
-"""Remote variables: a parameter server or the chief holds them, others ask it by messages."""
+"""Remote variables: a server or the chief holds them, and other ranks access them by messages."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from mpistrat.variables.writes import DenseWrite, Write
 
 
 class RemoteVariable(Variable):
-    """A variable of `ParameterServerStrategy`, whose memory is on one rank.
+    """Variable of `ParameterServerStrategy`, whose memory is on one rank.
 
-    A read gives a copy of the value as it is at one moment. A write is one message, and exact
-    whatever other ranks do; to read, add and write back is three steps, and others come between.
+    A read returns a copy of the value at one moment. A write is one message, and exact whatever
+    other ranks do. But if you read, add and write back, other ranks may write in between.
     """
 
     _parts: tuple[Part, ...]
@@ -70,7 +70,7 @@ class RemoteVariable(Variable):
         initial: InitialValue,
         whole: np.ndarray | None,
     ) -> None:
-        """Bring the initial value of one part to its holders. **Collective**, once agreed."""
+        """Send the initial value of one part to its holders. **Collective**, once agreed."""
         rank, own = call.channel.rank, (len(part.rows), *shape[1:]) if shape else ()
         store = job_of(self.strategy).store
         store.shapes[part.key] = own
@@ -84,7 +84,7 @@ class RemoteVariable(Variable):
         rows = np.ascontiguousarray(whole[part.rows.start : part.rows.stop] if shape else whole)
         for holder in part.holders:
             if rank == 0 == holder:
-                # A copy, because `whole` may be an array of the program.
+                # Copy, because `whole` may be an array of the program.
                 store.add(part.key, rows.copy().reshape(own))
             elif rank in (0, holder):
                 with call.communicator() as comm:
@@ -96,7 +96,7 @@ class RemoteVariable(Variable):
                         store.add(part.key, received)
 
     def _keep(self, storage: Array) -> None:
-        """Keep nothing: what this rank holds is in its store."""
+        """Only register the variable, because the store holds the parts of this rank."""
         job_of(self.strategy).variables.append(self)
 
     @property
@@ -105,17 +105,17 @@ class RemoteVariable(Variable):
 
     @property
     def storage(self) -> Array:
-        """Not here: the memory is on another rank. Use `value` and `assign`."""
+        """Raises `NotImplementedError`: the holder has the memory. Use `value` and `assign`."""
         self._refuse("storage")
 
     @property
     def part(self) -> Array:
-        """Not here: no rank but the holder has rows. Use `lookup` and `value`."""
+        """Raises `NotImplementedError`: only the holder has rows. Use `lookup` and `value`."""
         self._refuse("part")
 
     @property
     def row_range(self) -> range:
-        """Not here: no rank but the holder has rows. Use `lookup` and `value`."""
+        """Raises `NotImplementedError`: only the holder has rows. Use `lookup` and `value`."""
         self._refuse("row_range")
 
     def _refuse(self, what: str) -> NoReturn:
@@ -130,25 +130,25 @@ class RemoteVariable(Variable):
 
     @property
     def _devices(self) -> tuple[str, ...]:
-        """The device string of each part."""
+        """Device string of each part."""
         job = job_of(self.strategy)
         return tuple(job.device_of_rank(part.holders[0]) for part in self._parts)
 
     @property
     def device(self) -> str:
-        """Where it lies, such as ``"/job:ps/replica:0/task:0/device:CPU:0"``. Local."""
+        """Device of its holder, such as ``"/job:ps/replica:0/task:0/device:CPU:0"``. Local."""
         return self._devices[0]
 
     @property
     def values(self) -> tuple[Array, ...]:
-        """The value, in a tuple: there is one replica."""
+        """The value, in a tuple of one, because there is a single replica."""
         return (self.value(),)
 
     def _shown_values(self) -> str | None:
         return None
 
     def value(self) -> Array:
-        """Return the value as it is at one moment, as a read-only copy. One message per part."""
+        """Return a read-only copy of the value at one moment. One message per part."""
         whole = self._read()
         whole.setflags(write=False)
         return whole
@@ -175,13 +175,13 @@ class RemoteVariable(Variable):
         return (parts[0] if len(parts) == 1 else np.concatenate(parts)).reshape(self.shape)
 
     def _check_may_gather(self) -> None:
-        """Refuse to bring too much to one rank."""
+        """Raise an error if the value is too large to read on one rank."""
 
     def _check_context(self) -> None:
         context.mode_for(self._strategy, f"The variable {self.name!r}")
 
     def lookup(self, ids: npt.ArrayLike) -> Array:
-        """Return rows by their numbers, in new memory: see `Variable.lookup`. Messages."""
+        """Return copies of the rows with these numbers: see `Variable.lookup`. By messages."""
         self._check_context()
         rows = self._checked_rows(ids)
         flat, row = rows.reshape(-1), self.shape[1:]
@@ -199,7 +199,7 @@ class RemoteVariable(Variable):
         return found.reshape(*rows.shape, *row)
 
     def _split(self, rows: np.ndarray) -> Iterator[tuple[Part, np.ndarray]]:
-        """Yield the parts that hold some of `rows`, and which of these."""
+        """Yield each part that holds some of `rows`, and the positions of these in `rows`."""
         for part in self._parts:
             mine = np.flatnonzero((rows >= part.rows.start) & (rows < part.rows.stop))
             if mine.size:
@@ -227,12 +227,12 @@ class RemoteVariable(Variable):
         return after
 
     def _requests(self, write: Write, how: int, checked: Any) -> Iterator[tuple[int, Request]]:
-        """Yield what to ask of each holder for a write."""
+        """Yield each holder and the request to send to it for a write."""
         if isinstance(write, DenseWrite):
             array = host_view(checked)
             for part in self._parts:
                 own = array[part.rows.start : part.rows.stop] if self.shape else array
-                # Of a counter each server keeps one, and all must get the write.
+                # Every server keeps a copy of a counter, and all must get the write.
                 for holder in part.holders:
                     yield (
                         holder,
@@ -256,7 +256,7 @@ class RemoteVariable(Variable):
             yield self._request(part, Operation.SLICES, buffers=buffers, how=how, start=leading)
 
     def _value_after(self, answer: Sequence[np.ndarray]) -> Any:
-        """Return what a write returns: the value that it has left."""
+        """Return the value after a write, from the answer of the holder."""
         value = answer[0].view(self.dtype).reshape(self.shape)
         value.setflags(write=False)
         return value
@@ -293,8 +293,8 @@ class RemoteVariable(Variable):
         )
 
     def _slot(self, name: str, dtype: np.dtype, optimizer: int, number: int) -> RemoteVariable:
-        """Return a variable of zeros on the holders of this one, known to this rank. Local."""
-        # Without __init__, which is collective: the holder creates a slot, of zeros, when it first
+        """Return this rank's view of a slot, on the same holders as this variable. Local."""
+        # Skip __init__, which is collective: the holder creates a slot, of zeros, when it first
         # needs it.
         twin = object.__new__(type(self))
         vars(twin).update(vars(self))
@@ -314,23 +314,23 @@ class RemoteVariable(Variable):
 
 
 class RemoteShardedVariable(RemoteVariable, ShardedVariable):
-    """A sharded variable of `ParameterServerStrategy`, whose parts lie on the servers in turn."""
+    """Sharded variable of `ParameterServerStrategy`, with its parts on the servers in turn."""
 
     @property
     def row_ranges(self) -> tuple[range, ...]:
-        """The rows of each part. Local."""
+        """Row range of each part. Local."""
         return tuple(part.rows for part in self._parts)
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """The device string of each part. Local."""
+        """Device string of each part. Local."""
         return self._devices
 
     def _check_may_gather(self) -> None:
         ShardedVariable._check_may_gather(self)
 
     def __getitem__(self, index: Any) -> Any:
-        """Return ``value()[index]``, of which only the rows that are needed travel."""
+        """Return ``value()[index]``, with messages for only the rows that are needed."""
         given = index if isinstance(index, tuple) else (index,)
         rows = rows_named_by(given[0], len(self)) if given else None
         if rows is None:
@@ -340,14 +340,14 @@ class RemoteShardedVariable(RemoteVariable, ShardedVariable):
             raise numbers
         index = (first, *given[1:])
         part = self.lookup(numbers)[index]
-        # A view would keep all rows that were looked up in memory.
+        # A view would keep all looked-up rows in memory.
         return part.copy() if getattr(part, "base", None) is not None else part
 
     def _value_after(self, answer: Sequence[np.ndarray]) -> Any:
         return self
 
     def _pieces_for_root(self) -> Iterator[np.ndarray | None]:
-        """Yield the elements in their order, some at a time."""
+        """Yield the elements in order, a limited number at a time."""
         size = math.prod(self.shape[1:])
         for part in self._parts:
             for each in cut(len(part.rows) * size, max(1, BYTES_PER_PIECE // self.dtype.itemsize)):
@@ -368,7 +368,7 @@ class RemoteShardedVariable(RemoteVariable, ShardedVariable):
 
 
 def _ranges(shape: tuple[int, ...], num_parts: int) -> list[range]:
-    """Return the rows of each part."""
+    """Return the row range of each part."""
     num_rows = shape[0] if shape else 1
     lengths = part_lengths(num_rows, max(1, min(num_parts, num_rows)))
     stops = np.cumsum(lengths).tolist()
@@ -381,6 +381,6 @@ def _bytes_of(array: np.ndarray) -> np.ndarray:
 
 
 def parts_of(variable: Variable) -> tuple[Part, ...]:
-    """Return the parts of a remote variable, and where they are."""
+    """Return the parts of a remote variable, which name their holders."""
     assert isinstance(variable, RemoteVariable)
     return variable._parts

@@ -1,4 +1,4 @@
-"""Parameter-server job as one rank sees it: roles, phases, other ranks, places of variables."""
+"""State of a parameter-server job on one rank: roles, phases, lost ranks, holders of variables."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Phase(enum.Enum):
-    """The phases of a parameter-server job."""
+    """Phases of a parameter-server job."""
 
     SETUP = "all ranks make variables"
     SERVING = "the chief schedules, and the others serve"
@@ -31,20 +31,20 @@ class Phase(enum.Enum):
 
 
 class Roles(NamedTuple):
-    """What the ranks do after the setup, which a higher layer knows."""
+    """Functions for the time after the setup. A higher layer sets them."""
 
     serve: Callable[[ServerJob], list[int]]
-    """Works for the chief until its end, and returns the ranks that are lost."""
+    """Works for the chief until the chief ends, and returns the lost ranks."""
     end: Callable[[ServerJob], list[int]]
-    """Has all other ranks return from `serve`, and returns those that are lost."""
+    """Makes all other ranks return from `serve`, and returns the lost ranks."""
     fail: Callable[[ServerJob], None]
-    """Has all other ranks leave, because the chief has failed."""
+    """Makes all other ranks leave, because the chief has failed."""
 
 
 class ServerJob:
-    """What the ranks of a `ParameterServerStrategy` know of each other.
+    """State that a rank of a `ParameterServerStrategy` keeps about the job.
 
-    The strategy and its extended interface, variables, optimizers and the coordinator act by it.
+    The strategy, its extended interface, variables, optimizers and the coordinator all use it.
     """
 
     roles: ClassVar[Roles]
@@ -53,37 +53,37 @@ class ServerJob:
     client: ParameterClient
     strategy: context.Strategy
     is_tolerant: bool
-    """Whether the job outlives the loss of a worker."""
+    """Whether the job survives the loss of a worker."""
 
     def __init__(self, group: Collectives) -> None:
         self.group = group
-        """The collectives of all ranks, for the setup."""
+        """Collectives over all ranks, for the setup."""
         self._num_ps = 0
         self._world: World
         self.workers: list[int] = []
-        """The ranks that run closures."""
+        """Ranks that run closures."""
         self.beside: tuple[int, ...] | None = None
-        """The holders of the variable that new ones are colocated with."""
+        """Holders of the variable with which new variables are colocated."""
         self.variables: list[Any] = []
-        """In the order of creation, by which messages number them."""
+        """Variables in creation order. Messages name a variable by its index here."""
         self._names_of_holder: dict[int, dict[str, None]] = {}
         self._num_parts = 0
         self._turn = 0
         self.phase = Phase.SETUP
         self.store = ParameterStore()
         self.optimizers: list[Optimizer] = []
-        """By their numbers in messages."""
+        """Optimizers in creation order. Messages name an optimizer by its index here."""
         self.closure_depth = 0
         """Above 0 while this rank runs a closure."""
         self.pump: Callable[[], object] | None = None
-        """What the chief does for others whenever it can."""
+        """Function with which the chief answers other ranks; the chief calls it while it waits."""
         self.unavailable: UnavailableError | None = None
-        """Why nothing can be scheduled any more."""
+        """Error that says why no closure can be scheduled any more."""
         self.coordinator: Any = None
 
     def start(self, strategy: context.Strategy, num_ps: int, world: World) -> None:
-        """Take the role of this rank. **Collective**."""
-        from mpistrat.comm.messages import BackOff, Messenger  # which needs an MPI library
+        """Start the role of this rank. **Collective**."""
+        from mpistrat.comm.messages import BackOff, Messenger  # needs an MPI library
 
         self.strategy = strategy
         self._num_ps, self._world = num_ps, world
@@ -110,7 +110,7 @@ class ServerJob:
             _end_with_program(self)
 
     def check_may_make_variable(self, name: str) -> None:
-        """Refuse a new variable where not all ranks would know it."""
+        """Raise an error if a new variable would not be known on all ranks."""
         if self.phase is Phase.SERVING:
             raise ValueError(
                 f"The variable {name!r} cannot be made any more, as the ranks serve: all of them "
@@ -120,7 +120,7 @@ class ServerJob:
         self.require_setup(f"making the variable {name!r}")
 
     def require_setup(self, what: str) -> None:
-        """Make sure that all ranks still act together."""
+        """Raise an error if the setup, in which all ranks act together, is over."""
         if self.phase is Phase.SETUP:
             return
         if self.phase is Phase.CLOSED:
@@ -131,7 +131,7 @@ class ServerJob:
         )
 
     def is_answered(self) -> bool:
-        """Return whether requests have an answer now, without waiting for others to serve."""
+        """Return whether requests are answered now, without waiting until other ranks serve."""
         return self.phase is Phase.SERVING or tuple(self.holders) == (self.group.rank,)
 
     # Phases
@@ -146,17 +146,17 @@ class ServerJob:
                 losses.warn_of_intolerance()
 
     def serve(self) -> list[int]:
-        """Work for the chief until its end, and return the ranks that are lost."""
+        """Work for the chief until the chief ends, and return the lost ranks."""
         self.begin()
         return self.roles.serve(self)
 
     def end(self) -> list[int]:
-        """Have all other ranks return from `serve`, and return those that are lost."""
+        """Make all other ranks return from `serve`, and return the lost ranks."""
         self.begin()
         return self.roles.end(self)
 
     def free(self, lost: Sequence[int], error: RuntimeError) -> None:
-        """Free everything; where ranks are lost, leave that to the end of the process."""
+        """Free everything. If ranks are lost, leave that to the end of the process."""
         self.phase = Phase.CLOSED
         if lost:
             losses.leave_out(self.group.channel, lost)
@@ -167,19 +167,22 @@ class ServerJob:
         self.store.clear()
         self.pump = None
 
-    # Requests, and ranks that are lost
+    # Requests, and lost ranks
 
     def _before_request(self, what: str, needs_others: bool) -> None:
-        """Refuse a request that cannot be answered, and have the others ready for one that can."""
+        """Raise an error if a request cannot be answered, or prepare for it.
+
+        The chief first waits until the other ranks serve, if the request needs them.
+        """
         if self.phase is Phase.CLOSED:
             context.collectives_of(self.strategy).channel.check_open()
         if self.group.rank == 0:
             if needs_others:
-                # The other ranks answer only while they serve, so the first such request waits for
-                # that.
+                # Other ranks answer only while they serve, so the first such request waits until
+                # they do.
                 self.begin()
             if self.pump is not None:
-                # Workers may wait for the chief, for a closure or for a variable that it holds.
+                # Workers may be waiting for a closure, or for a variable that the chief holds.
                 self.pump()
         elif self.phase is Phase.SETUP:
             raise ContextError(
@@ -188,7 +191,7 @@ class ServerJob:
             )
 
     def describe_loss(self, rank: int) -> UnavailableError:
-        """Return the error where a rank is lost that this one needs."""
+        """Return the error to raise for the loss of a rank that this one needs."""
         if rank == 0:
             self.leave_without_chief()
         names = ", ".join(self._names_of_holder.get(rank, ())) or "none"
@@ -198,10 +201,10 @@ class ServerJob:
         )
 
     def check_peers(self) -> None:
-        """Leave where the chief is lost, or anyone in a job that cannot go on without."""
+        """End this process if the chief is lost, or any rank in a job that survives no loss."""
         lost = self.group.channel.departures.lost()
         if self.is_tolerant and self.group.channel.is_reported:
-            # MPI_Abort of Open MPI ends no other rank of a job that outlives losses.
+            # In a job that survives losses, Open MPI's MPI_Abort does not end the other ranks.
             losses.leave_without(min(lost, default=0), "", is_first=False)
         if not lost:
             return
@@ -218,7 +221,7 @@ class ServerJob:
         )
 
     def whereabouts(self, rank: int) -> str:
-        """Return where the program of another rank is."""
+        """Return, as text, where the program of another rank currently is."""
         peers = self.group.channel.peers
         return "somewhere" if peers is None else peers.describe_rank(rank)
 
@@ -237,14 +240,14 @@ class ServerJob:
         )
 
     def _on_departure(self, rank: int) -> None:
-        """Leave a closure that runs on without the chief, from the monitor's thread."""
+        """End a process whose closure would run on without the chief. In the monitor's thread."""
         if rank == 0 and self.is_tolerant and self.closure_depth:
             self.leave_without_chief()
 
-    # Roles, and which rank holds what
+    # Roles, and holders of variables
 
     def role_of(self, rank: int) -> tuple[str, int]:
-        """Return the task type of a rank, and its number among those of that type."""
+        """Return the task type of a rank, and its number among the ranks of that type."""
         if rank == 0:
             return "chief", 0
         if rank <= self._num_ps:
@@ -257,7 +260,7 @@ class ServerJob:
         return f"/job:{task_type}/replica:0/task:{task_id}/device:CPU:0"
 
     def name_of_rank(self, rank: int) -> str:
-        """Return how messages call a rank."""
+        """Return the name of a rank for messages to the user."""
         task_type, task_id = self.role_of(rank)
         kind = {"ps": "server", "worker": "worker", "chief": "chief"}[task_type]
         host = self._world.hosts[self._world.node_of_rank[rank]]
@@ -265,11 +268,11 @@ class ServerJob:
 
     @property
     def holders(self) -> Sequence[int]:
-        """The ranks that hold variables."""
+        """Ranks that hold variables."""
         return range(1, 1 + self._num_ps) if self._num_ps else (0,)
 
     def placed(self, name: str, ranges: Sequence[range], is_everywhere: bool) -> tuple[Part, ...]:
-        """Return the parts of a new variable with these rows. Equal on all ranks."""
+        """Return the parts of a new variable with these row ranges. Equal on all ranks."""
         parts = []
         for rows in ranges:
             if self.beside is not None:
@@ -296,7 +299,7 @@ _chiefs: weakref.WeakSet[ServerJob] = weakref.WeakSet()
 
 
 def _end_with_program(job: ServerJob) -> None:
-    """Have the other ranks return from `serve` when the program of the chief ends."""
+    """Make the other ranks return from `serve` when the program of the chief ends."""
     if not _chiefs:
         exit_hooks.at(exit_hooks.Phase.FAILED, lambda failure: _fail_all())
         exit_hooks.at(exit_hooks.Phase.BEFORE_LAST_ROUND, _end_all)
@@ -307,7 +310,7 @@ def _fail_all() -> None:
     for each in list(_chiefs):
         if each.phase is Phase.SERVING:
             each.roles.fail(each)
-        # So that `_end_all`, which runs later, does not wait for ranks that have left.
+        # Otherwise `_end_all`, which runs later, would wait for ranks that have left.
         each.phase = Phase.CLOSED
 
 
@@ -315,6 +318,6 @@ def _end_all() -> None:
     for each in list(_chiefs):
         if each.group.size == 1 or each.group.channel.closed is not None:
             continue
-        # Another rank may have left without a word to the chief: its own report says so.
+        # Another rank may have left without telling the chief. That rank reports its own error.
         with contextlib.suppress(CollectiveError):
             each.strategy.close()

@@ -1,4 +1,4 @@
-"""ParameterServerStrategy: a chief with its workers, and servers that hold variables."""
+"""ParameterServerStrategy: a chief schedules work on workers, and servers hold variables."""
 
 from __future__ import annotations
 
@@ -41,12 +41,15 @@ if TYPE_CHECKING:
 
 
 class ServerExtended(StrategyExtended):
-    """Places variables on ranks. What acts on replicas sees a world of one, this rank's."""
+    """Extended interface of the strategy: places variables on ranks.
+
+    Methods that act on replicas see a single replica, this rank.
+    """
 
     _is_remote = True
 
     def __init__(self, collectives: Collectives, groups: RankGroups | None = None) -> None:
-        # What acts on replicas sees a world of one.
+        # Methods that act on replicas see a single replica.
         super().__init__(Collectives.solo(collectives.device))
         self._job = ServerJob(collectives)
         self._job.store.take_step = self._take_step
@@ -59,7 +62,7 @@ class ServerExtended(StrategyExtended):
                 f"{type(optimizer).__name__}: sharded_slots and loss_scale are for replicas that "
                 "step together. Under ParameterServerStrategy slots lie with their variable."
             )
-        # They are known by their numbers.
+        # Messages name optimizers by number, so all ranks must create them in the same order.
         with self._job.group.call(type(optimizer).__name__) as call:
             call.agree()
         self._job.optimizers.append(optimizer)
@@ -70,15 +73,15 @@ class ServerExtended(StrategyExtended):
     _apply_gradients = staticmethod(apply_remotely)
 
     def _slot_makers(self, optimizer: Optimizer) -> Mapping[str, Callable[[Any], Variable]]:
-        """Return what makes the slots of a variable as this rank knows them, by name."""
+        """Return a function per slot name that creates this rank's view of a slot."""
         return slot_makers(optimizer, self._job)
 
     def _find_slots(self, optimizer: Optimizer) -> Sequence[tuple[str, Variable, Variable]]:
-        """Return name, slot and variable of each slot that the holders have by now."""
+        """Return name, slot and variable of each slot that exists on the holders."""
         return find_slots(optimizer, self._job)
 
     def _is_answered(self) -> bool:
-        """Return whether requests have an answer now, without waiting for others to serve."""
+        """Return whether requests are answered now, without waiting until other ranks serve."""
         return self._job.is_answered()
 
     # Functions and data
@@ -139,7 +142,7 @@ class ServerExtended(StrategyExtended):
         self._free(self._job.end())
 
     def _free(self, lost: Sequence[int]) -> None:
-        """Free everything; where ranks are lost, leave that to the end of the process."""
+        """Free everything. If ranks are lost, leave that to the end of the process."""
         error = RuntimeError(
             f"{self._container!r} was closed by close(), so its variables are gone and it cannot "
             "be used any more. Read what is needed before."
@@ -157,16 +160,16 @@ class ServerExtended(StrategyExtended):
                 'strategy.cluster_resolver.task_type == "chief".'
             )
 
-    # Placement of variables: which rank holds what
+    # Placement of variables on ranks
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:
-        """The device strings of the servers, or of the chief where there are none. Local."""
+        """Device strings of the servers, or of the chief if there are no servers. Local."""
         return tuple(map(self._job.device_of_rank, self._job.holders))
 
     @property
     def worker_devices(self) -> tuple[str, ...]:
-        """The device string of each worker. Local."""
+        """Device string of each worker. Local."""
         return tuple(map(self._job.device_of_rank, self._job.workers))
 
     @property
@@ -195,10 +198,10 @@ class ServerExtended(StrategyExtended):
     def colocate_vars_with(
         self, colocate_with_variable: Variable | tuple[str, ...]
     ) -> Iterator[None]:
-        """Make variables on the server of another one, whole, within the ``with`` block. Local.
+        """Place variables of the ``with`` block on the server of a given variable. Local.
 
-        Raises `ValueError` for what is no variable of this strategy, `ContextError` outside its
-        scope.
+        They are not divided into parts. Raises `ValueError` if `colocate_with_variable` is not a
+        variable of this strategy, and `ContextError` outside the scope of the strategy.
         """
         self._require_scope("colocate_vars_with")
         self._check_locality("colocate_vars_with", colocate_with_variable)
@@ -212,34 +215,34 @@ class ServerExtended(StrategyExtended):
 
 
 class ParameterServerStrategy(MPIStrategy):
-    """Asynchronous work: a chief schedules closures on workers, which share variables.
+    """Strategy for asynchronous work: a chief schedules closures on workers that share variables.
 
-    Rank 0 is the chief, the ranks 1 .. `num_ps` hold the variables ("ps"), and the others are
-    workers; ``cluster_resolver.task_type`` says which this one is. Without servers the chief holds
-    the variables. All ranks make the variables; then the chief makes a
-    `mpistrat.coordinator.ClusterCoordinator`, and all others call `serve`. One rank alone is
-    everything.
+    Rank 0 is the chief, ranks 1 to `num_ps` are the servers ("ps"), which hold the variables, and
+    all other ranks are workers; ``cluster_resolver.task_type`` is the role of this rank. Without
+    servers, the chief holds the variables. All ranks create the variables. Then the chief creates a
+    `mpistrat.coordinator.ClusterCoordinator`, and all other ranks call `serve`. A single rank
+    schedules and runs everything itself.
 
-    A read of a variable gives it as it is at one moment, and a write is exact; but between a read
-    and a write, other workers write too. See the guide's page on asynchronous work.
+    A read returns the value of a variable at one moment, and each write is exact. But other workers
+    may write between a read and a write. See the guide's page on asynchronous work.
 
     **Collective** over `comm`. Starts MPI if the program has not.
 
     Parameters
     ----------
     num_ps : int
-        The number of servers.
+        Number of servers, the same on all ranks. Default: 0.
     variable_partitioner : callable, optional
-        As for `MPIStrategy`. The parts of a variable lie on the servers in turn.
+        As for `MPIStrategy`. The parts of a variable are placed on the servers in turn.
     comm : mpi4py.MPI.Intracomm, optional
-        The ranks that take part; by default COMM_WORLD. A private duplicate is used.
+        The ranks that take part. The strategy uses a private duplicate. Default: COMM_WORLD.
 
     Raises
     ------
     TypeError, ValueError
-        If `num_ps` is no integer, or negative; on every rank.
+        If `num_ps` is not an integer, or is negative; on every rank.
     LaunchError
-        If there are fewer than ``num_ps + 2`` ranks, where `num_ps` is above 0.
+        If `num_ps` is above 0 and there are fewer than ``num_ps + 2`` ranks.
 
     Examples
     --------
@@ -308,36 +311,36 @@ class ParameterServerStrategy(MPIStrategy):
 
     @property
     def is_fault_tolerant(self) -> bool:
-        """Whether it is proved that the job survives the death of a worker. Local.
+        """Whether the job has been tested to survive the death of a worker. Local.
 
-        It does with Open MPI's ``mpiexec --with-ft ulfm``.
+        It survives under Open MPI's ``mpiexec --with-ft ulfm``.
         """
         return job_of(self).is_tolerant
 
     def serve(self) -> None:
-        """Work for the chief: run closures, or hold variables. Not on the chief.
+        """Run closures for the chief, or hold variables. Not on the chief.
 
         **Collective** with the chief's `mpistrat.coordinator.ClusterCoordinator`.
-        Returns when the chief has called `close`, or its program has ended. The strategy is closed
-        then.
+        It returns when the chief has called `close`, or the chief's program has ended. The strategy
+        is then closed.
 
         Raises
         ------
         ContextError
-            On the chief, inside a closure, or inside a scope.
+            If it is called on the chief, inside a closure, or inside a scope.
         RuntimeError
             If the strategy is closed.
         CollectiveError
-            If the chief has failed; it reports that.
+            If the chief has failed. The chief reports its failure itself.
         """
         self._extended._serve()
 
     def close(self) -> None:
-        """End the work of the other ranks, which return from `serve`. On the chief.
+        """Make the other ranks return from `serve`, and free everything. On the chief.
 
-        **Collective** with their `serve`.
-        Closures that wait are cancelled, and those that run finish first. Everything is freed. On
-        another rank it does nothing after `serve`, and is `serve` before.
+        **Collective** with the `serve` of the other ranks.
+        Waiting closures are cancelled, and running ones finish first. On a rank that is not the
+        chief, `close` calls `serve` if the rank has not served yet; after that it does nothing.
         """
         super().close()
 
@@ -347,12 +350,36 @@ class ParameterServerStrategy(MPIStrategy):
         super().barrier()
 
     def broadcast_object(self, obj: Any, root: int = 0) -> Any:
-        """Return a copy of the object of rank `root`, before `serve`. **Collective**."""
+        """Return a copy of the object of rank `root`. Only before `serve`. **Collective**.
+
+        Parameters
+        ----------
+        obj : object
+            The object to send, which must be picklable. Only the object of rank `root` counts.
+        root : int
+            The rank that sends its object, the same on all ranks. Default: 0.
+
+        Returns
+        -------
+        object
+            A copy of the object.
+        """
         job_of(self).require_setup("broadcast_object")
         return super().broadcast_object(obj, root)
 
     def gather_objects(self, obj: Any) -> list[Any]:
-        """Return copies of the objects of all ranks, before `serve`. **Collective**."""
+        """Return copies of the objects of all ranks. Only before `serve`. **Collective**.
+
+        Parameters
+        ----------
+        obj : object
+            The object of this rank, which must be picklable.
+
+        Returns
+        -------
+        list
+            One object per rank, in rank order.
+        """
         job_of(self).require_setup("gather_objects")
         return super().gather_objects(obj)
 

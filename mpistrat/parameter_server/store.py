@@ -1,6 +1,6 @@
 """Parameter store: parts of variables that one rank holds, and the client that asks other ranks.
 
-A request has a header of fixed size and arrays as bytes beside it; nothing in it is pickled.
+A request is a header of fixed size, followed by arrays as bytes. Nothing in it is pickled.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ if TYPE_CHECKING:
 
 
 class Operation(enum.IntEnum):
-    """What a request asks for."""
+    """Operation that a request asks for."""
 
     READ = 1
-    """Elements of a part: all, or `count` from `start` on."""
+    """Read elements of a part: all, or `count` from `start` on."""
     ROWS = 2
-    """The rows of a part whose numbers are beside."""
+    """Read the rows of a part whose numbers are in the buffer."""
     WRITE = 3
-    """A write of the whole part, by `how`."""
+    """Write the whole part, by method `how`."""
     PIECE = 4
-    """A write of elements from `start` on, as a restore does it."""
+    """Write elements from `start` on, for a restore."""
     SLICES = 5
-    """A write of rows, by `how`; `start` is the number of axes that the row numbers stand for."""
+    """Write rows, by method `how`. The row numbers stand for the first `start` axes."""
     STEP = 6
-    """A step of an optimizer, of number `key`."""
+    """Take a step of optimizer number `key`."""
     SLOTS = 7
-    """The keys of all slots of an optimizer, of number `key`."""
+    """Return the keys of all slots of optimizer number `key`."""
 
 
 WRITES: tuple[Write, ...] = (ASSIGN, ASSIGN_ADD, ASSIGN_SUB, *SLICE_WRITES)
-"""The ways to write, by their number in requests."""
+"""Write methods. Requests name a method by its index here."""
 
 _HEAD = struct.Struct("<BB6xqqq24s")
 _PARTS_BITS = 32
@@ -52,7 +52,7 @@ _SLOT_BITS = 8
 
 
 def slot_key(part: int, optimizer: int, slot: int) -> int:
-    """Return the key of a slot: `slot` is its place among those of the optimizer's rule."""
+    """Return the key of a slot; `slot` is its index among the slots of the optimizer's rule."""
     return (optimizer + 1) << (_PARTS_BITS + _SLOT_BITS) | slot << _PARTS_BITS | part
 
 
@@ -66,15 +66,15 @@ def _optimizer_of(key: int) -> int:
 
 @dataclass(slots=True)
 class Request:
-    """What one rank asks of the holder of a part."""
+    """Request of one rank to the holder of a part."""
 
     operation: Operation
     key: int
-    """Of the part, of a slot, or the number of the optimizer."""
+    """Key of the part or of a slot, or the number of the optimizer."""
     dtype: np.dtype
     buffers: Sequence[np.ndarray] = ()
     how: int = 0
-    """The number in `WRITES`, plus `RETURNS` where the value afterwards is wanted."""
+    """Index in `WRITES`, plus `RETURNS` if the answer is to contain the new value."""
     start: int = 0
     count: int = -1
     extra: bytes = b""
@@ -82,14 +82,14 @@ class Request:
     RETURNS = 128
 
     def body(self) -> bytes:
-        """Return the header as it travels."""
+        """Return the header as bytes to send."""
         name = self.dtype.name.encode()
         head = _HEAD.pack(self.operation, self.how, self.key, self.start, self.count, name)
         return head + self.extra
 
     @classmethod
     def parse(cls, body: Any, buffers: Sequence[np.ndarray]) -> Request:
-        """Return what has travelled."""
+        """Return the request that was received."""
         operation, how, key, start, count, name = _HEAD.unpack_from(body)
         dtype = dtype_of_name(name)
         extra = bytes(body[_HEAD.size :])
@@ -100,7 +100,7 @@ _dtypes: dict[bytes, np.dtype] = {}
 
 
 def dtype_of_name(name: bytes) -> np.dtype:
-    """Return a dtype by the name that travels, padded with zero bytes."""
+    """Return the dtype with this name, which messages pad with zero bytes."""
     found = _dtypes.get(name)
     if found is None:
         found = _dtypes[name] = named_dtype(name.rstrip(b"\0").decode())
@@ -109,24 +109,24 @@ def dtype_of_name(name: bytes) -> np.dtype:
 
 @dataclass(slots=True)
 class Reply:
-    """The answer to a request."""
+    """Answer to a request."""
 
     buffers: Sequence[np.ndarray] = ()
     lent: int | None = None
-    """The key of the part whose own memory is among the buffers."""
+    """Key of the part whose own memory is among the buffers; ``None`` if all are copies."""
 
 
 class ParameterStore:
-    """The memory of the parts that this rank holds, and of their slots."""
+    """Holds the memory of this rank's parts and of their slots."""
 
-    # One thread answers one request after the other: that makes each write exact. A read lends its
-    # memory to a message; a write that comes meanwhile goes to a copy.
+    # One thread answers the requests one after the other, so each write is exact. A read lends the
+    # memory of the part to a message; a write that arrives in the meantime goes to a copy.
 
     def __init__(self) -> None:
         self.shapes: dict[int, tuple[int, ...]] = {}
-        """Of all parts, whoever holds them."""
+        """Shapes of all parts, including those that other ranks hold."""
         self.take_step: Callable[[ParameterStore, Request], None] | None = None
-        """What an optimizer does."""
+        """Takes a step of an optimizer."""
         self._arrays: dict[int, np.ndarray] = {}
         self._lent: dict[int, list[Sending]] = {}
         self._do = {
@@ -140,25 +140,25 @@ class ParameterStore:
         }
 
     def add(self, key: int, array: np.ndarray) -> None:
-        """Hold a part, in this memory."""
+        """Add a part, whose memory is `array`."""
         self._arrays[key] = array
 
     def clear(self) -> None:
-        """Give all memory up."""
+        """Drop all memory."""
         self._arrays.clear()
         self._lent.clear()
 
     def answer(self, request: Request) -> Reply:
-        """Do what is asked, all of it or nothing."""
+        """Do everything that the request asks, or nothing."""
         return self._do[request.operation](request)
 
     def lend(self, key: int, sending: Sending) -> None:
-        """Keep in mind that a message reads the memory of a part until it is done."""
+        """Remember that a message reads the memory of a part until it is sent."""
         if not sending.is_done():
             self._lent.setdefault(key, []).append(sending)
 
     def array(self, key: int, dtype: np.dtype) -> np.ndarray:
-        """Return the memory of a part or slot, to be written to; slots begin as zeros."""
+        """Return the memory of a part or slot for writing. A new slot is filled with zeros."""
         found = self._arrays.get(key)
         if found is None:
             found = self._arrays[key] = np.zeros(self.shapes[_part_of(key)], dtype)
@@ -167,10 +167,10 @@ class ParameterStore:
         return found
 
     def _seen(self, request: Request) -> np.ndarray:
-        """Return the memory that a request reads; of a slot that is not there yet, zeros."""
+        """Return the memory that a request reads, or zeros if the slot does not exist yet."""
         found = self._arrays.get(request.key)
         if found is None:
-            # Not kept: a read must not create a slot.
+            # Do not store the zeros, because a read must not create a slot.
             found = np.zeros(self.shapes[_part_of(request.key)], request.dtype)
         return found
 
@@ -189,8 +189,8 @@ class ParameterStore:
         value = request.buffers[0].view(request.dtype).reshape(self.shapes[_part_of(request.key)])
         write = WRITES[request.how & ~Request.RETURNS]
         if write is ASSIGN:
-            self._arrays[request.key] = value  # it came in memory of its own
-            # Messages that still read the old array keep it alive. Nothing reads the new one yet.
+            self._arrays[request.key] = value  # it arrived in memory of its own
+            # Messages that still read the old array keep it alive. None reads the new one yet.
             self._lent.pop(request.key, None)
         else:
             write.apply(self.array(request.key, request.dtype), value)
@@ -225,37 +225,37 @@ class ParameterStore:
         return Reply([np.array(keys, np.int64)])
 
     def num_bytes(self) -> int:
-        """Return how much memory is held."""
+        """Return the number of bytes that the parts and slots take."""
         return sum(math.prod(each.shape) * each.itemsize for each in self._arrays.values())
 
 
 class Lane:
-    """The lanes of messages, which can be waited for alone."""
+    """Lanes of messages. A rank can wait for the messages of one lane."""
 
     REQUEST = 1
-    """To the holder of variables."""
+    """Request to the holder of variables."""
     REPLY = 2
-    """From it."""
+    """Reply from the holder."""
     CLOSURE = 3
-    """From the chief to a worker."""
+    """Closure from the chief to a worker."""
     RESULT = 4
-    """From a worker to the chief."""
+    """Result from a worker to the chief."""
     CONTROL = 5
-    """The end, from the chief to all, and their answers."""
+    """End of the job, from the chief to all other ranks, and their answers."""
 
 
 DONE, FAILED = 0, 1
-"""The kinds of a reply."""
+"""Kinds of replies."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Some rows of a variable, and where they are."""
+    """Range of rows of a variable, and the ranks that hold it."""
 
     key: int
     rows: range
     holders: tuple[int, ...]
-    """The ranks: one, which is read from; of a counter that all servers keep, all."""
+    """Ranks that hold the part. Reads ask the first one; all servers hold a counter."""
 
 
 @dataclass
@@ -265,22 +265,22 @@ class ParameterClient:
     messages: Messenger
     store: ParameterStore
     before: Callable[[str, bool], None]
-    """Called with the name of the call, and whether it needs another rank: refuses, or prepares."""
+    """Raises an error or prepares for a call. Takes its name, and whether it needs other ranks."""
     describe_loss: Callable[[int], UnavailableError]
-    """Returns the error where a rank is lost."""
+    """Returns the error to raise for a lost rank."""
     while_waiting: Callable[[], object]
-    """Called again and again while other ranks are waited for."""
+    """Called repeatedly while this rank waits for other ranks."""
     back_off: BackOff
     _number: int = 0
 
     def ask(self, what: str, holder: int, request: Request) -> list[np.ndarray]:
-        """Return the buffers of the answer, in memory of their own."""
+        """Return the buffers of the answer, which share no memory with the store."""
         return self.ask_each(what, [(holder, request)])[0]
 
     def ask_each(
         self, what: str, requests: Sequence[tuple[int, Request]]
     ) -> list[list[np.ndarray]]:
-        """Return the answers to several requests, which are under way at the same time."""
+        """Send several requests at once, and return their answers."""
         own = self.messages.rank
         self.before(what, any(holder != own for holder, _ in requests))
         pending: list[tuple[int, int] | Reply] = []
@@ -299,19 +299,18 @@ class ParameterClient:
         ]
 
     def _wait(self, what: str, holder: int, number: int) -> list[np.ndarray]:
-        """Return the answer to a request."""
+        """Wait for the answer to a request, and return it."""
         back_off, messages = self.back_off, self.messages
         back_off.reset()
         while True:
             message = messages.poll(holder, Lane.REPLY)
             if message is None:
-                # Only if nothing has arrived: the rank may have answered before it was lost.
+                # Check for a loss only if nothing has arrived: the rank may have answered before.
                 if holder in messages.lost:
                     raise self.describe_loss(holder)
                 self.while_waiting()
                 back_off.rest()
-            # Any other number belongs to a request whose wait has ended with an error. It is
-            # dropped.
+            # Drop answers with any other number: the wait for them has ended with an error.
             elif message.number == number:
                 if message.kind == FAILED:
                     text = bytes(message.body).decode()
@@ -319,7 +318,7 @@ class ParameterClient:
                 return message.buffers
 
     def answer_next(self) -> bool:
-        """Answer a request of another rank, if there is one, and return whether there was."""
+        """Answer a request of another rank, if one has arrived. Return whether one had."""
         message = self.messages.poll(lane=Lane.REQUEST)
         if message is not None:
             self.answer(message.source, message.number, message.body, message.buffers)
@@ -331,7 +330,7 @@ class ParameterClient:
         """Answer one request of another rank."""
         try:
             reply = self.store.answer(Request.parse(body, buffers))
-        except Exception as error:  # the rank that asked gets it
+        except Exception as error:  # the rank that asked raises it
             text = f"{type(error).__name__}: {error}".encode()
             self.messages.send(source, Lane.REPLY, FAILED, number, text)
             return
@@ -341,9 +340,9 @@ class ParameterClient:
 
 
 def _private(store: ParameterStore, request: Request) -> Reply:
-    """Return the answer of this rank's own store, which shares no memory with it."""
+    """Return the answer of this rank's own store, as copies that share no memory with it."""
     # The store keeps the buffer of a write as the memory of the part, and a read returns that
-    # memory. Between ranks a message separates the two; here copies do.
+    # memory. Between ranks, messages copy the data; here we must copy it.
     copies = [np.array(each).reshape(-1).view(np.uint8) for each in request.buffers]
     reply = store.answer(
         Request(

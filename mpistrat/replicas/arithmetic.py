@@ -1,4 +1,4 @@
-"""Fingerprint of the arithmetic of a rank, on which the bits of a program depend too."""
+"""Fingerprint of the arithmetic of a rank. The bits of a program's results depend on it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from mpistrat.system.text import rank_list
 _logger = logging.getLogger("mpistrat")
 
 _SIZE = 160
-"""Rows and columns of matrices for which a BLAS uses all of its threads."""
+"""Rows and columns of matrices that are large enough for a BLAS to use all of its threads."""
 
 _LONG = (16, 1000, 256)
-"""A product whose bits depend on the number of threads: those of square ones hardly ever do."""
+"""Shape of a product whose bits depend on the number of threads. Square ones rarely do."""
 
 
 def compare_arithmetic(ranks: Collectives) -> str:
-    """Return the fingerprint of rank 0, and warn where those of others differ. **Collective**."""
+    """Return the fingerprint of rank 0, and warn if other ranks differ. **Collective**."""
     found: list[str] = ranks.gather_json(fingerprint(ranks.device), "MPIStrategy")
     if len(set(found)) > 1 and ranks.rank == 0:
         groups = {each: [r for r, own in enumerate(found) if own == each] for each in found}
@@ -38,7 +38,7 @@ def compare_arithmetic(ranks: Collectives) -> str:
 
 @functools.lru_cache
 def fingerprint(device: Device) -> str:
-    """Return a digest of the bits of some products, sums and exponentials on `device`."""
+    """Return a digest of the bits of several products, sums and exponentials on `device`."""
     digest = hashlib.blake2b(digest_size=8)
     with device.current(), np.errstate(all="ignore"):
         for dtype in (np.float32, np.float64):

@@ -1,4 +1,4 @@
-"""Channel of a replica that shares its rank: the replicas agree by the channel of the rank."""
+"""Channel of a replica that shares its rank: the replicas agree through the rank's channel."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class _Vote(NamedTuple):
     timeout_s: float | None
     extra: int
     row: Row | None
-    """To be reduced as soon as all agree."""
+    """Arrays to reduce as soon as all agree."""
 
 
 class ReplicaChannel(Channel):
-    """The agreement of all replicas, as one of them sees it; `ranks` is the channel of the ranks.
+    """Channel of one replica, through which all replicas agree; `ranks` is the rank's channel.
 
-    The replicas of a rank wait for each other first. If they vote alike, their rank votes so in a
-    round of the ranks.
+    The replicas of a rank first wait for each other. If their votes are equal, the rank casts this
+    vote in a round of the ranks.
     """
 
     shares_memory = True
@@ -51,31 +51,31 @@ class ReplicaChannel(Channel):
         transport = ReplicaTransport(ranks.transport, links, replica_id, num_replicas)
         super().__init__(transport, ranks.timeout_s)
         self.checks = ranks.checks
-        # Compiled code must not start the round of the ranks for one replica: without `meet` it
-        # calls `vote`, which waits for the other replicas of this rank first.
+        # Compiled code must not start the round of the ranks for a single replica. Without `meet`
+        # it calls `vote`, which first waits for the other replicas of this rank.
         self.meet = None
         self.departures = ranks.departures
-        self.ledger = ranks.ledger  # whose collectives these are
+        self.ledger = ranks.ledger  # the collectives count as collectives of the rank
         self.row_reducer = transport.node
-        # The record of the rank has the collectives of its replicas: see `_vote_as_rank`.
+        # The flight record of the rank has the collectives of its replicas: see `_vote_as_rank`.
         self.flight.resize(1)
         self.num_strategies = ranks.num_strategies
 
     @property
     def closed(self) -> RuntimeError | None:
-        """The error that has ended the agreement of the ranks."""
+        """Error that has closed the channel of the ranks; ``None`` while it is open."""
         return self._ranks.closed
 
     @closed.setter
     def closed(self, error: RuntimeError | None) -> None:
-        if error is not None:  # which the constructor says
+        if error is not None:  # the constructor sets None
             self._ranks.closed = error
 
     def vote(
         self, status: Status, signature: object, timeout_s: float | None, extra: int = 0
     ) -> Outcome:
         """Wait for the other replicas of this rank, and take part in a round of the ranks."""
-        # Only for this vote: a row that stayed would be taken for one of the next call.
+        # Use the row only for this vote, or the next call would reduce it.
         row, self.row = self.row, None
         vote = _Vote(status, digest_of(signature) ^ extra, signature, timeout_s, extra, row)
         try:
@@ -87,7 +87,7 @@ class ReplicaChannel(Channel):
         return outcome
 
     def vote_with(self, row: Row, timeout_s: float | None, extra: int) -> Outcome:
-        """Vote for the reduction of `row`, which is done as soon as all agree. **Collective**."""
+        """Vote for the reduction of `row`, and reduce it as soon as all agree. **Collective**."""
         signature = row.reduction.signature
         digest = signature.digest
         if digest is None:
@@ -97,11 +97,11 @@ class ReplicaChannel(Channel):
         return outcome
 
     def reduce_row(self, row: Row) -> None:
-        """Reduce `row` with those of the other replicas of this rank. **Collective**."""
+        """Reduce `row` with the rows of the other replicas of this rank. **Collective**."""
         self._meet("reduction", row, self._reduce_rows)
 
     def _reduce_rows(self, rows: Sequence[Row]) -> Sequence[Row]:
-        """Reduce the rows of this rank's replicas with those of other ranks. **Collective**."""
+        """Reduce the rows of this rank's replicas with the rows of other ranks. **Collective**."""
         try:
             lent = reduce_rows(self, rows)
         except BaseException as error:
@@ -112,19 +112,19 @@ class ReplicaChannel(Channel):
         return rows
 
     def _vote_as_rank(self, votes: list[_Vote]) -> list[Outcome]:
-        """Vote for this rank as its replicas do, or for a disagreement. **Collective**."""
+        """Cast the vote of this rank's replicas, or one for a disagreement. **Collective**."""
         ranks, num_votes = self._ranks, len(votes)
         status, digest, signature, timeout_s, extra, _ = votes[0]
-        # All at once: there is one for each replica.
+        # Unpack all votes at once, because a rank may have many replicas.
         statuses, digests, _, _, _, rows = zip(*votes, strict=True)
-        # Replicas that differ must not keep their rank out of the round: the other ranks would wait
-        # for it.
+        # If the replicas differ, their rank must still take part in the round, because the other
+        # ranks wait for it.
         are_equal = digests.count(digest) == num_votes == statuses.count(status)
         if not are_equal:
             status, signature, extra = _CALL, _DIFFERENT, 0
-        # Before the entry in the flight record, which is for collectives that have begun.
+        # Check this before the entry in the flight record, which lists collectives that have begun.
         ranks.check_open()
-        # Refusals say less than a call: its kind, name and owner.
+        # The signature of a refusal is shorter than that of a call: kind, name and owner.
         noted = signature if len(signature) > 2 else (*signature, *("",) * (3 - len(signature)))
         place = None if rows[0] is None else rows[0].place
         if place is None:
@@ -140,21 +140,21 @@ class ReplicaChannel(Channel):
                 entry.state = State.DONE
             else:
                 entry.state = State.FAILED if status is _CALL else State.REFUSED
-        # If one replica brings no row yet, all of them meet again for it.
+        # If a replica has not passed a row yet, all of them wait again to reduce the rows.
         if is_agreed and None not in rows:
             self._reduce_rows(rows)
-        # If the replicas of every rank differ, all ranks bring `_DIFFERENT` and agree. It is a
-        # disagreement anyway.
+        # If the replicas of every rank differ, all ranks vote `_DIFFERENT` and so agree. It is
+        # still a disagreement.
         return [outcome if are_equal else Outcome.MIXED] * len(votes)
 
     def leave_interrupted(self, what: str, error: BaseException) -> None:
-        """Close the channel, unless the replica ends because another one here has failed."""
-        # That one reports its own failure, and may have failed after the data had moved.
+        """Close the channel, unless the replica ends because a different one here has failed."""
+        # The failed replica reports itself, and may have failed after the data was transferred.
         if not isinstance(error, Cancelled):
             super().leave_interrupted(what, error)
 
     def leave_data(self, error: BaseException) -> None:
-        """Report that this rank sends no more of the data that the others wait for."""
+        """Report that this rank stops sending data for which the others wait."""
         if self.closed is None and not isinstance(error, Cancelled):
             self._ranks.leave_interrupted(f"transfer of data in {self.inside}", error)
 
@@ -164,29 +164,29 @@ class ReplicaChannel(Channel):
         return values
 
     def _exchange_all(self, values: list[Any]) -> list[list[Any]]:
-        """Exchange the values of ranks: each of 1,000 replicas would parse those of all."""
+        """Exchange the values once per rank, so that not every replica parses all values."""
         found = [each for of_rank in self._ranks.exchange(values) for each in of_rank]
-        # A list for each replica, because it may change its own.
+        # Give each replica its own list, because it may change the list.
         return [list(found) for _ in values]
 
     def report(
         self, what: str, site: str, *, ended: bool = False, cause: bool = False
     ) -> dict[str, Any]:
-        """Return the report of this replica, for replicas that disagree."""
+        """Return the report of this replica for a disagreement."""
         return super().report(what, site, ended=ended, cause=cause) | {"replica": self.rank}
 
     def exchange_reports(self, report: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the report of every replica after a round that was mixed. **Collective**."""
-        if self.closed is not None:  # they have been exchanged already
+        """Return the reports of all replicas after a mixed round. **Collective**."""
+        if self.closed is not None:  # the reports have been exchanged already
             return []
         reports: list[Any] = self._meet("reports", report, self._exchange_reports)
         return reports
 
     def _exchange_reports(self, reports: list[dict[str, Any]]) -> list[list[Any]]:
-        """Exchange reports among ranks; of one that is in no replica it stands for each."""
+        """Exchange reports. If a rank runs no replica, its report stands for all its replicas."""
         assert isinstance(self.transport, ReplicaTransport)
         of_ranks = self._ranks.exchange_reports(_report_of_rank(self._ranks, reports))
-        # `disagreement` needs them by rank, while its argument has them by replica.
+        # `disagreement` needs one report per rank, but its argument has one per replica.
         self._ranks.reports = of_ranks
         found = [
             report
@@ -208,7 +208,7 @@ class ReplicaChannel(Channel):
         return error
 
     def place(self, rank: int | None = None) -> str:
-        """Return what messages call a replica, by default this one."""
+        """Return the name of a replica, by default this one, for messages."""
         return f"replica {self.rank if rank is None else rank} of {self.size}"
 
     def note_failure(self, error: BaseException, site: str) -> None:
@@ -217,7 +217,7 @@ class ReplicaChannel(Channel):
 
 
 def _report_of_rank(ranks: Channel, reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the report of a rank whose replicas have made `reports`."""
+    """Return the report of a rank from the `reports` of its replicas."""
     lines: dict[tuple[str, str], list[int]] = {}
     for report in reports:
         lines.setdefault((report["what"], report["site"]), []).append(report["replica"])
@@ -233,7 +233,7 @@ def _report_of_rank(ranks: Channel, reports: Sequence[dict[str, Any]]) -> dict[s
 
 
 def _joined(lines: Sequence[tuple[str, str, list[int]]]) -> tuple[str, str]:
-    """Return what some replicas do, of which each line is of some, and the last line's place."""
+    """Return a text on all `lines`, each about several replicas, and the last line's place."""
     texts = [
         f"{_replica_list(which)} {what}" + (f" at {site}" if site else "")
         for what, site, which in lines[:-1]
@@ -255,7 +255,8 @@ def replicas_disagree(
 ) -> CollectiveError:
     """Close `ranks`, and return the error for replicas of this rank that wait for different things.
 
-    **Collective**. `waiting` are replicas, what each waits in, what it has given, and its place.
+    **Collective**. `waiting` has, for each replica that waits, its number, the call in which it
+    waits, the value that it has passed, and its place in the program.
     """
     lines: dict[tuple[str, str], list[int]] = {}
     for replica, what, given, site in waiting:
@@ -264,8 +265,8 @@ def replicas_disagree(
     texts = [(_at(what, which), site, which) for (what, site), which in lines.items()]
     if returned:
         texts.insert(0, ("returned", "", list(returned)))
-    # The other ranks may be waiting in a round. No rank whose replicas agree brings this signature,
-    # so they learn that something is wrong here.
+    # The other ranks may be waiting in a round. A rank whose replicas agree never votes with this
+    # signature, so they learn that something is wrong here.
     ranks.vote(Status.CALL, _DIFFERENT, None)
     report = ranks.report(*_joined(texts), cause=True)
     return ranks.disagreement(ranks.exchange_reports(report))

@@ -1,10 +1,10 @@
-"""Reducer of replicas, several on each rank, which are combined in one tree over all of them.
+"""Reducer for several replicas per rank, which combines the arrays of all replicas in one tree.
 
-Each rank combines its own replicas first, as far as the tree goes inside its share: the sums that
-are left, its *pieces*, are nodes of the tree. Then the ranks combine their pieces.
+Each rank first combines its own replicas, as far as the tree joins only these. The partial sums
+that remain, called *pieces*, are nodes of the tree. Then the ranks combine their pieces.
 
-Each replica brings its row of arrays with its vote. If the ranks agree, one thread reduces the rows
-of all replicas of the rank, before any of them resumes.
+Each replica passes its row of arrays with its vote. If the ranks agree, one thread reduces the rows
+of all replicas of the rank before any of them resumes.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from mpistrat.options import ReduceOp
 from mpistrat.sharding import Fold, replicas_of_ranks
 
 Meet = Callable[[str, Any, Callable[[list[Any]], Sequence[Any]]], Any]
-"""``meet(what, given, act)``: waits until all replicas of this rank have called it with an equal
-`what`, calls ``act(values)`` once with what they have `given`, in order, and returns to each of
-them its item of the result."""
+"""``meet(what, given, act)`` waits until all replicas of this rank have called it with the same
+`what`. It calls ``act(values)`` once, with the `given` values in order, and returns to each replica
+its item of the result."""
 
 _SMALL_BYTES = 2**15
-"""Up to here, over all ranks, a second message costs more than to combine all on every rank."""
+"""Up to this total size, combining all pieces on every rank is cheaper than a second message."""
 
 
 @dataclass
 class ReplicaLinks:
-    """How the replicas of a rank wait for each other, and the data that they share, by number."""
+    """Functions by which the replicas of a rank wait for each other, and data that they share."""
 
     meet: Meet
     run_on_main: Callable[[Callable[[], object]], object]
     """Calls a function on the thread that may call MPI, and waits for it."""
     messages: dict[tuple[int, int], list[np.ndarray]] = field(default_factory=dict)
-    """Arrays that one replica has sent to another."""
+    """Arrays that one replica has sent to another, by sender and receiver."""
 
 
 class ReplicaReducer:
-    """Reduces messages of replicas, whose rank has the `transport`."""
+    """Reduces messages of replicas. `transport` connects the ranks."""
 
     min_bytes = 0
     keeps_order = True
@@ -62,7 +62,7 @@ class ReplicaReducer:
         shares = replicas_of_ranks(num_replicas, transport.size)
         self._share = shares[transport.rank]
         self._nodes_of_ranks = [_nodes_in(share, num_replicas) for share in shares]
-        """First replica and width of the pieces of each rank."""
+        """First replica and width of each piece, for each rank."""
         self._order = _order(
             num_replicas,
             tuple(self._nodes_of_ranks)
@@ -70,7 +70,7 @@ class ReplicaReducer:
             else (tuple((replica, 1) for replica in self._share),),
         )
         self._parts = [self._part(*node) for node in self._nodes_of_ranks[transport.rank]]
-        """Which replicas of this rank are each of its pieces, and in which order."""
+        """For each piece of this rank, its replicas and the order in which they are combined."""
         library = native_library()
         self._local = None if library is None else LocalRows(library)
         self._pool = Pool()
@@ -83,21 +83,21 @@ class ReplicaReducer:
         return slice(start, start + count), order
 
     def knows(self, op: ReduceOp, dtype: np.dtype) -> bool:
-        """Return True: all that can be reduced is."""
+        """Return True, because it reduces with every op and dtype."""
         return True
 
     def attach(self, message: Message) -> None:
-        """Do nothing: a `Row` is what a replica brings before the ranks agree."""
+        """Do nothing, because a replica passes a `Row` before the ranks agree."""
 
     def way(self, op: ReduceOp, dtype: np.dtype, num_bytes: int) -> dict[str, int]:
-        """Return nothing: replicas wait for each other in Python."""
+        """Return nothing, because replicas wait for each other in Python."""
         return {}
 
     def ready(self, op: ReduceOp, dtype: np.dtype) -> None:
-        """Return ``None``, as `way` returns nothing."""
+        """Return ``None``, because `way` returns nothing."""
 
     def check(self) -> None:
-        """Do nothing: nothing is compiled, started or to be freed here."""
+        """Do nothing, because there is nothing to start or to free."""
 
     detach = withdraw = drain = revoke = close = check
 
@@ -115,12 +115,12 @@ class ReplicaReducer:
         return bool
 
     def reduce_messages(self, op: ReduceOp, messages: Sequence[Message]) -> list[None]:
-        """Reduce the messages of this rank's replicas with those of other ranks. **Collective**."""
+        """Reduce the messages of this rank's replicas and of other ranks. **Collective**."""
         first = messages[0]
         if first.num_bytes:
             targets = list(first.targets)
             self.reduce_rows(op, [each.sources for each in messages], targets)
-            # Copied, because each replica may write to its result.
+            # Copy, because each replica may write to its result.
             for other in messages[1:]:
                 for target, source in zip(other.targets, targets, strict=True):
                     np.copyto(target, source.reshape(target.shape))
@@ -134,12 +134,12 @@ class ReplicaReducer:
     ) -> None:
         """Reduce the arrays of each replica of this rank to `targets`. **Collective** over ranks.
 
-        They are as in a `Message`, not all of them empty.
+        The arrays have the form of a `Message`, and not all of them are empty.
         """
         divisor = self._num_replicas if op is ReduceOp.MEAN else 1
         local = self._compiled(op, targets[0].dtype)
-        # One pass over the memory of all replicas, in the tree over all of them: with one rank
-        # there are no partial sums to exchange.
+        # With one rank there are no partial sums to exchange, so combine all replicas in one pass
+        # over their memory.
         if local is not None and self._transport.size == 1:
             local.combine(op, self._order, _joined_rows(rows), targets, divisor)
             return
@@ -156,17 +156,17 @@ class ReplicaReducer:
             np.copyto(target, total.reshape(target.shape))
 
     def _compiled(self, op: ReduceOp, dtype: np.dtype) -> LocalRows | None:
-        """Return the compiled code, if it knows such numbers."""
+        """Return the compiled code, or ``None`` if it does not support the op and dtype."""
         return None if compiled_function(op, dtype) is None else self._local
 
     def _pieces(
         self, op: ReduceOp, local: LocalRows | None, of_replicas: Sequence[Sequence[np.ndarray]]
     ) -> list[Sequence[np.ndarray]]:
-        """Return the pieces of this rank, each of one array for each of a replica."""
+        """Return the pieces of this rank. Each has as many arrays as a replica."""
         pieces: list[Sequence[np.ndarray]] = []
         for part, order in self._parts:
             sums = of_replicas[part.start]
-            if order is not None:  # else the arrays of one replica are the piece
+            if order is not None:  # otherwise the piece is the arrays of a single replica
                 sums = [self._pool.take(each.shape, each.dtype) for each in sums]
                 if local is not None:
                     local.combine(op, order, _joined_rows(of_replicas[part]), sums)
@@ -182,7 +182,7 @@ class ReplicaReducer:
         of_replicas: Sequence[Sequence[np.ndarray]],
         sums: list[np.ndarray],
     ) -> None:
-        """Combine the arrays of the replicas of one piece, where nothing compiled can."""
+        """Combine the arrays of the replicas of one piece, without compiled code."""
         begin = self._share.start + part.start
         nodes = [(begin + position, 1) for position in range(len(of_replicas))]
         with np.errstate(all="ignore"):
@@ -190,7 +190,7 @@ class ReplicaReducer:
                 self._fold(op, nodes, [row.copy() for row in rows], total)
 
     def _reduce_joined(self, op: ReduceOp, pieces: list[list[np.ndarray]]) -> list[np.ndarray]:
-        """Return the combinations of the pieces of each array. **Collective**."""
+        """Return the combined pieces of all ranks for each array. **Collective**."""
         if len(pieces[0]) == 1:
             return [self._reduce_pieces(op, [piece[0] for piece in pieces])]
         joined = [np.concatenate(piece) for piece in pieces]
@@ -198,11 +198,11 @@ class ReplicaReducer:
         return np.split(self._reduce_pieces(op, joined), ends)
 
     def _reduce_pieces(self, op: ReduceOp, pieces: list[np.ndarray]) -> np.ndarray:
-        """Return the combination of the pieces of all ranks, slice by slice. **Collective**."""
+        """Return the combined pieces of all ranks for one array. **Collective**."""
         transport, nodes_of_ranks = self._transport, self._nodes_of_ranks
         size, rank = transport.size, transport.rank
         length = pieces[0].size
-        # Lengths and pieces are equal on all ranks or known to them, so all take the same branch.
+        # All ranks know the lengths and the numbers of pieces, so all take the same branch.
         if pieces[0].nbytes * sum(map(len, nodes_of_ranks)) <= _SMALL_BYTES:
             counts = [length * len(nodes) for nodes in nodes_of_ranks]
             gathered = transport.all_gather(np.concatenate(pieces), counts)
@@ -212,8 +212,8 @@ class ReplicaReducer:
             parts = [piece[block] for piece in pieces]
             lengths = slice_lengths(parts[0].size, size)
             ends = np.cumsum([0, *lengths]).tolist()
-            # For each rank its slice of every piece, so that one exchange brings a rank all rows of
-            # its slice.
+            # Send each rank its slice of every piece, so that a rank receives all rows of its slice
+            # in one exchange.
             sent = np.concatenate(
                 [part[ends[to] : ends[to + 1]] for to in range(size) for part in parts]
             )
@@ -222,12 +222,12 @@ class ReplicaReducer:
             received = transport.all_to_all(sent, counts, incoming)
             rows = received.reshape(sum(map(len, nodes_of_ranks)), lengths[rank])
             own = self._fold_all(op, rows)
-            # Block by block, which bounds the memory that the exchange needs.
+            # Gather block by block, to limit the memory of the exchange.
             total[block] = transport.all_gather(own, lengths)
         return total
 
     def _fold_all(self, op: ReduceOp, rows: np.ndarray) -> np.ndarray:
-        """Return the combination of one row for each piece of each rank."""
+        """Return the combination of the rows, one per piece of each rank."""
         nodes = [node for nodes in self._nodes_of_ranks for node in nodes]
         return self._fold(op, nodes, list(rows))
 
@@ -238,8 +238,8 @@ class ReplicaReducer:
         rows: Sequence[np.ndarray],
         total: np.ndarray | None = None,
     ) -> np.ndarray:
-        """Return the combination of `rows`, which are `nodes`, in their memory; or in `total`."""
-        # The same tree for any number of ranks: this is what keeps the bits equal.
+        """Combine `rows`, the values of the tree's `nodes`, in their own memory or in `total`."""
+        # The tree is the same for any number of ranks. This keeps the bits equal.
         fold: Fold[np.ndarray] = Fold(
             self._num_replicas, lambda left, right: combined_pair(op, left, right, left)
         )
@@ -252,17 +252,17 @@ class ReplicaReducer:
 
 
 def _joined_rows(of_replicas: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
-    """Return the arrays of all, one behind the other."""
+    """Return the arrays of all replicas in one list."""
     return [array for arrays in of_replicas for array in arrays]
 
 
-# The replicas of a rank ask for the same.
+# Cached, because the replicas of a rank ask for the same orders.
 _order = functools.lru_cache(maxsize=64)(RowOrder)
 
 
 @functools.lru_cache(maxsize=1024)
 def _nodes_in(share: range, num_replicas: int) -> tuple[tuple[int, int], ...]:
-    """Return first replica and width of the largest nodes inside `share`."""
+    """Return first replica and width of each of the largest nodes inside `share`."""
     fold: Fold[None] = Fold(num_replicas, lambda left, right: None)
     for replica in share:
         fold.add(replica, None)
@@ -272,8 +272,8 @@ def _nodes_in(share: range, num_replicas: int) -> tuple[tuple[int, int], ...]:
 def reduce_rows(channel: Channel, rows: Sequence[Row]) -> list[Array] | None:
     """Reduce the rows of all replicas of this rank. **Collective** over ranks.
 
-    If each row has a `use`, return the results, in memory that the next reduction may overwrite;
-    else give each row its own.
+    If each row has a `use`, return the results, in memory that the next reduction may overwrite.
+    Otherwise store in each row its own results.
     """
     if rows[0].use is not None and all(row.use is not None for row in rows):
         results = _lent_results(channel, rows)
@@ -281,7 +281,7 @@ def reduce_rows(channel: Channel, rows: Sequence[Row]) -> list[Array] | None:
             row.results = []
         return results
     for row in rows:
-        # The replicas agree on dtypes and shapes, but each may give arrays of any other kind.
+        # The replicas agree on dtypes and shapes, but each may pass a different kind of array.
         if not row.reduction.is_one:
             _reduce_packed(channel, rows)
             return None
@@ -300,10 +300,10 @@ def _lent_results(channel: Channel, rows: Sequence[Row]) -> list[Array]:
 
 
 def _reduce_packed(channel: Channel, rows: Sequence[Row]) -> None:
-    """Do `reduce_rows` with all that must be joined or cast first."""
+    """Do `reduce_rows` for arrays that must be joined or cast first."""
     reducer, op, pool = channel.row_reducer, rows[0].reduction.op, channel.pool
     assert reducer is not None
-    # Not to `out`, which may be memory that another replica reads.
+    # Do not pack to `out`, because another replica may still read that memory.
     packings = [row.reduction.pack(pool, row.arrays, None, row.lends) for row in rows]
     for messages in zip(*[each.messages for each in packings], strict=True):
         reducer.reduce_messages(op, messages)
@@ -316,15 +316,15 @@ def _reduce_packed(channel: Channel, rows: Sequence[Row]) -> None:
 
 
 def _reduce_singles(channel: Channel, rows: Sequence[Row]) -> None:
-    """Do `reduce_rows` with one array of each replica, whose result has its dtype."""
+    """Do `reduce_rows` for one array per replica, if the result has the same dtype."""
     arrays: list[np.ndarray] = [row.arrays[0] for row in rows]
     first, pool = arrays[0], channel.pool
     results = [
         pool.take(first.shape, first.dtype) if row.out is None else row.out[0] for row in rows
     ]
     total = results[0]
-    # The memory of replicas may overlap, such as one array for all.
-    # Otherwise writing the first result would change an array that is still to be read.
+    # The memory of replicas may overlap, for example if they all pass the same array. Then writing
+    # the first result would change an array that is still to be read.
     if any(row.out is not None for row in rows) and not are_apart(arrays, results):
         total = pool.take(first.shape, first.dtype)
     if first.size:
@@ -337,7 +337,7 @@ def _reduce_singles(channel: Channel, rows: Sequence[Row]) -> None:
 
 
 def _reduce_arrays(channel: Channel, rows: Sequence[Row], targets: Sequence[np.ndarray]) -> None:
-    """Write the reduction of the arrays of all rows, as they are in memory, to `targets`."""
+    """Reduce the arrays of all rows to `targets`, without joining or casting them."""
     reducer, reduction = channel.row_reducer, rows[0].reduction
     assert reducer is not None
     packs, op = reduction.plan.packs, reduction.op

@@ -1,8 +1,9 @@
-"""Replica sets: the replicas of this rank, as a component of its strategy.
+"""Replicas of this rank, as a component of its strategy.
 
-`OneReplica` is the usual case, a rank with one replica or with a part of one: nothing has to wait
-for another replica or to be joined. `ReplicaSet` is the share of a rank under ``num_replicas=``:
-its replicas run one at a time, in order, and stop at each collective until all of them are there.
+`OneReplica` is the usual case: the rank has one replica, or a part of one, so there is no other
+replica to wait for, and no results to join. `ReplicaSet` has the replicas of a rank under
+``num_replicas=``. They run one at a time, in order, and wait at each collective until all have
+reached it.
 """
 
 from __future__ import annotations
@@ -41,15 +42,15 @@ if TYPE_CHECKING:
     from mpistrat.data.distributed_dataset import DistributedDataset
 
 Show = Callable[[Collectives, Layout], object]
-"""Receives the collectives and the layout of the replica that runs, or of the rank."""
+"""Takes the collectives and the layout of the running replica, or of the rank."""
 
 
 Make = Callable[[Sequence[int]], Sequence[Any]]
-"""Creates a nest for each of some replicas."""
+"""Takes replica numbers, and creates a nest for each."""
 
 
 class OneReplica:
-    """The only replica of this rank, or its part of one."""
+    """The only replica of this rank, or this rank's part of it."""
 
     is_one: Literal[True] = True
     turn: int | None = None
@@ -61,11 +62,11 @@ class OneReplica:
         show(ranks, layout)
 
     def each(self, function: Callable[[], Any]) -> list[Any]:
-        """Return what `function` returns, in a list."""
+        """Return the result of `function`, in a list."""
         return [function()]
 
     def once(self, function: Callable[[], Any]) -> Any:
-        """Return what `function` returns."""
+        """Return the result of `function`."""
         return function()
 
     def own(self, items: Sequence[Any]) -> Any:
@@ -73,15 +74,15 @@ class OneReplica:
         return items[0]
 
     def running(self, items: Sequence[Any]) -> Sequence[Any]:
-        """Return `items`, of which there is one."""
+        """Return `items`, which has one item."""
         return items
 
     def with_components(self, kind: str, value: Any, function: Callable[[Any], Any]) -> list[Any]:
-        """Return what `function` returns of the whole `value`, in a list."""
+        """Return the result of `function` for the whole `value`, in a list."""
         return [function(value)]
 
     def make_together(self, strategy: Any, make: Callable[[], Any], what: str) -> Any:
-        """Return what `make` returns."""
+        """Return the result of `make`."""
         return make()
 
     def joined(self, results: Sequence[Any]) -> Any:
@@ -89,11 +90,11 @@ class OneReplica:
         return results[0]
 
     def joined_datasets(self, of_replicas: Sequence[DistributedDataset]) -> DistributedDataset:
-        """Return the only one."""
+        """Return the only dataset."""
         return of_replicas[0]
 
     def values_from(self, make: Make) -> Any:
-        """Return what `make` creates with each leaf, of any kind, as a `PerReplica`."""
+        """Return the nest that `make` creates, with each leaf, of any kind, as a `PerReplica`."""
 
         def joined(leaf: Any) -> Any:
             is_whole = leaf is None or isinstance(leaf, DistributedValues) or _is_variable(leaf)
@@ -121,14 +122,14 @@ class OneReplica:
         return localize(_call_merged(channel, strategy, merge_fn, args, kwargs))
 
     def close(self) -> None:
-        """Do nothing: there are no threads."""
+        """Do nothing, because there are no threads."""
 
 
 class ReplicaSet:
-    """The replicas that the layout of the `ranks` gives to this rank.
+    """Several replicas of this rank, according to the layout of the `ranks`.
 
-    Whenever the running replica changes, `show` receives its collectives, so that a strategy can
-    keep them in an attribute.
+    Whenever the running replica changes, `show` is called with its collectives and layout, so that
+    a strategy can keep them in an attribute.
     """
 
     is_one: Literal[False] = False
@@ -139,11 +140,11 @@ class ReplicaSet:
         self._turn: int | None = None
         self._threads: list[ReplicaThreads] = []
         self._running: list[ReplicaThreads] = []
-        """Those that run, each within the common work of the one before."""
+        """Runs in progress, each within the common work of the one before."""
         self.reform()
 
     def reform(self) -> None:
-        """Take the replicas that the layout of the ranks says now."""
+        """Take the replicas of this rank from the current layout."""
         ranks = self.ranks
         of_rank = ranks.layout
         self.num_replicas = of_rank.num_replicas
@@ -151,14 +152,14 @@ class ReplicaSet:
         self._layouts = [dataclasses.replace(of_rank, running=each) for each in self.ids]
         self._layouts.append(of_rank)
         self._links = ReplicaLinks(self.meet, self.run_on_main)
-        # A replica that has a rank for itself communicates as the rank does.
+        # If each rank has exactly one replica, it uses the collectives of the rank.
         self._members: list[Collectives] = (
             [ranks]
             if self.num_replicas == ranks.size
             else [self._member(each) for each in self.ids]
         )
         self._members.append(ranks)
-        # Shows the collectives of the rank again, which belong to no replica.
+        # This shows the collectives of the rank again, because no replica runs.
         self.turn = None
 
     def _member(self, replica_id: int) -> Collectives:
@@ -170,7 +171,7 @@ class ReplicaSet:
 
     @property
     def turn(self) -> int | None:
-        """The position of the replica that runs, ``None`` outside of all."""
+        """Position of the running replica, or ``None`` if none runs."""
         return self._turn
 
     @turn.setter
@@ -184,11 +185,11 @@ class ReplicaSet:
         return self._members[replica_id - self.ids[0]]
 
     def turn_now(self) -> int | None:
-        """Return the position of the replica that runs, ``None`` outside of all."""
+        """Return the position of the running replica, or ``None`` if none runs."""
         return self._turn
 
     def joined_datasets(self, of_replicas: Sequence[DistributedDataset]) -> DistributedDataset:
-        """Return the distributed dataset of the parts that the replicas of this rank have."""
+        """Return one distributed dataset with the parts of all replicas of this rank."""
         parts = [part for each in of_replicas for part in each._parts]
         return self._dataset_class(parts, self.ranks, self)
 
@@ -199,20 +200,20 @@ class ReplicaSet:
         return DistributedDataset
 
     def per_replica(self, components: Sequence[Any]) -> PerReplica[Any]:
-        """Return the distributed value of the replicas' components."""
+        """Return the distributed value with these components of the replicas."""
         return join_components(components, self.turn_now)
 
     # Calls
 
     def run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Return what `functions`, one for each replica of this rank, return."""
-        # The common work of a run, such as a merge function, may start another run. The
-        # threads of the outer one are parked in it, so it needs others.
+        """Run `functions`, one for each replica of this rank, and return their results."""
+        # The common work of a run, such as a merge function, may start another run. The threads of
+        # the outer run are parked then, so the inner one needs its own.
         threads = next((each for each in self._threads if not each.is_busy), None)
         if threads is None:
             threads = ReplicaThreads(self, self._disagreement)
             self._threads.append(threads)
-        # This may be a run within the common work of an outer one, which has its own turn.
+        # An outer run, in whose common work this one may run, has its own turn.
         before = self._turn
         self._running.append(threads)
         self.ranks.channel.running = self._whose_turn
@@ -223,7 +224,7 @@ class ReplicaSet:
             self.turn = before
 
     def _whose_turn(self) -> tuple[int, str] | None:
-        """Return the thread of the replica that runs, and its name, from any thread."""
+        """Return thread and name of the running replica. May be called from any thread."""
         turn, running = self._turn, self._running[-1:]
         thread = running[0].thread_of(turn) if turn is not None and running else 0
         return (thread, f"replica {self.ids[turn or 0]}") if thread else None
@@ -235,7 +236,7 @@ class ReplicaSet:
         kwargs: Mapping[str, Any],
         new_frame: Callable[[], context.Frame],
     ) -> Any:
-        """Return what `fn` returns of the components of each replica here, joined."""
+        """Call `fn` for each replica here, with its components, and return the joined results."""
         count, device = len(self.ids), self.ranks.device
         is_host = device.kind != "gpu"
         rows = [self._components(each) for each in args]
@@ -244,7 +245,7 @@ class ReplicaSet:
         def as_replica(position: int) -> Any:
             own_args = [row[position] for row in rows]
             own_kwargs = {name: row[position] for name, row in named.items()} if named else named
-            # In the context that was copied for this replica, so nobody has to set it back.
+            # The context was copied for this replica, so the value need not be reset.
             PerReplica._num_here.set(count)
             # A thread has no current device yet.
             on_device = contextlib.nullcontext() if is_host else device.current()
@@ -252,7 +253,8 @@ class ReplicaSet:
                 try:
                     return fn(*own_args, **own_kwargs)
                 except BaseException as error:
-                    if not self._running[-1].has_failed:  # else it ends because another one has
+                    # Otherwise it ends because a different replica has failed.
+                    if not self._running[-1].has_failed:
                         self._note_failure(error, self.ids[position])
                     raise
 
@@ -261,7 +263,7 @@ class ReplicaSet:
             return self.joined(self.run(functions))
 
     def _note_failure(self, error: BaseException, replica_id: int) -> None:
-        """Report that a replica has failed, and end tracebacks of `error` with its number."""
+        """Report that a replica has failed, and add its number to tracebacks of `error`."""
         site = f"{failure_site(error.__traceback__)} in replica {replica_id}"
         self.ranks.channel.note_failure(error, site)
         note = f"in replica {replica_id} of {self.num_replicas}"
@@ -271,10 +273,10 @@ class ReplicaSet:
             vars(error)["__notes__"] = [*notes, note]  # Python 3.10 has no add_note
 
     def each(self, function: Callable[[], Any]) -> list[Any]:
-        """Return what `function` returns as each replica of this rank, in the current context."""
+        """Call `function` as each replica, in the current context, and return the results."""
         frame, device = context.current(), self.ranks.capabilities.device
         if self._turn is not None:
-            return [function()]  # that of the replica that runs
+            return [function()]  # only for the running replica
 
         def as_replica() -> Any:
             entered = contextlib.nullcontext() if frame is None else context.entered(frame)
@@ -284,21 +286,21 @@ class ReplicaSet:
         return self.run([as_replica] * len(self.ids))
 
     def once(self, function: Callable[[], Any]) -> Any:
-        """Return what `function` returns, called once for this rank by all of its replicas."""
+        """Call `function` once for all replicas of this rank, and return its result."""
         if self._turn is None:
             return function()
         return self.meet("a common step", function, _call_first)
 
     def own(self, items: Sequence[Any]) -> Any:
-        """Return the item of the replica that runs, of one for each replica of this rank."""
+        """Return the item of the running replica; `items` has one per replica of this rank."""
         return items[self._turn or 0]
 
     def running(self, items: Sequence[Any]) -> Sequence[Any]:
-        """Return `items`, one for each replica here; while one of them runs, its own alone."""
+        """Return `items`, one per replica here. If a replica runs, return only its own."""
         return items if self._turn is None else [items[self._turn]]
 
     def make_together(self, strategy: Any, make: Callable[[], Any], what: str) -> Any:
-        """Return the object that the replicas of this rank make, called `what`."""
+        """Create one object for all replicas of this rank by `make`; messages call it `what`."""
         frame = context.Frame(context.Kind.CROSS_REPLICA, strategy)
 
         def made_once(makers: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -312,7 +314,7 @@ class ReplicaSet:
         return self._running[-1].meet(what, given, act)
 
     def run_on_main(self, do: Callable[[], object]) -> None:
-        """Have the main thread call `do`: see `ReplicaThreads.run_on_main`."""
+        """Call `do` on the main thread: see `ReplicaThreads.run_on_main`."""
         self._running[-1].run_on_main(do)
 
     def close(self) -> None:
@@ -324,7 +326,7 @@ class ReplicaSet:
     # Components
 
     def _component(self, kind: str, position: int, leaf: Any) -> Any:
-        """Return the component that a replica of this rank has of a leaf."""
+        """Return the component of a leaf that belongs to one replica of this rank."""
         if not isinstance(leaf, DistributedValues):
             return leaf
         if not isinstance(leaf, PerReplica):
@@ -339,7 +341,7 @@ class ReplicaSet:
         return components[position]
 
     def _components(self, nest: Any) -> Sequence[Any]:
-        """Return an argument of `run` as each replica of this rank gets it."""
+        """Return an argument of `run` once per replica of this rank, with its components."""
         count = len(self.ids)
         if isinstance(nest, PerReplica):
             components = nest.values
@@ -354,9 +356,9 @@ class ReplicaSet:
         ]
 
     def with_components(self, kind: str, value: Any, function: Callable[[Any], Any]) -> list[Any]:
-        """Return what `function` returns of the component of each replica of this rank.
+        """Call `function` with the component of each replica here, and return the results.
 
-        **Collective**: an error of the arguments on one rank reaches the others.
+        **Collective**: if the arguments are wrong on one rank, the other ranks raise an error too.
         """
         with self.ranks.call(kind) as call:
             leaves = nests.flatten(value)[0]
@@ -368,8 +370,8 @@ class ReplicaSet:
                         "strategy.run or experimental_distribute_values_from_function returns."
                     )
                 self._component(kind, 0, leaf)
-            # Only the check is agreed on here. It ends before the functions run, whose collectives
-            # need the channel.
+            # The ranks agree here only on the check. It ends before the functions run, because
+            # their collectives need the channel.
             call.agree("components")
 
         def own(leaf: Any) -> Any:
@@ -379,7 +381,7 @@ class ReplicaSet:
         return self.each(lambda: function(nests.map_nest(own, value)))
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
-        """Return the components of the replicas of this rank; what all share, once."""
+        """Return the components of the replicas of this rank, or one item if all share a value."""
         kind = "experimental_local_results"
         if not any(isinstance(leaf, DistributedValues) for leaf in nests.flatten(value)[0]):
             return (value,)
@@ -389,11 +391,11 @@ class ReplicaSet:
         )
 
     def joined(self, results: Sequence[Any]) -> Any:
-        """Return what the replicas of this rank have returned as one nest."""
+        """Return the results of the replicas of this rank as one nest."""
         return self._join(results, self._joined_leaf)
 
     def values_from(self, make: Make) -> Any:
-        """Return what `make` creates with the leaves, of any kind, of all replicas joined."""
+        """Return the nests that `make` creates as one nest, which joins leaves of any kind."""
         return self._join(make(self.ids), self._joined_value)
 
     def _join(
@@ -402,8 +404,8 @@ class ReplicaSet:
         join: Callable[[Sequence[Any]], Any],
         differ: Callable[[Sequence[Any]], BaseException] | None = None,
     ) -> Any:
-        # `differ` returns the error for nests of these structures.
-        if all(each is None for each in results):  # as of most steps
+        # `differ` returns the error for different structures.
+        if all(each is None for each in results):  # most steps return None
             return None
         flat = [nests.flatten(each) for each in results]
         structures = [structure for _, structure in flat]
@@ -451,11 +453,11 @@ class ReplicaSet:
         return self.meet("merge_call", given, functools.partial(self._merge, strategy))
 
     def _merge(self, strategy: Any, given: Sequence[tuple[Any, Any, Any]]) -> list[Any]:
-        """Call the function that all have given, and return the component of each replica."""
+        """Call the function that all replicas pass, and return the component of each."""
         channel = self.ranks.channel
         channel.ledger.merge_calls += 1
         merge_fn = given[0][0]
-        # By code, because each replica may create its own lambda or partial.
+        # Compare the code, because each replica may create its own lambda or partial.
         codes = [_code_of(each) for each, _, _ in given]
         if any(code is not codes[0] for code in codes):
             raise self._different([f"merge_call of {_code_text(each)}" for each in codes])
@@ -494,12 +496,12 @@ class ReplicaSet:
 
 
 def _is_variable(leaf: Any) -> bool:
-    """Return whether `leaf` is a variable, whose class is in a layer above."""
+    """Return whether `leaf` is a variable. This layer cannot import the class."""
     return hasattr(type(leaf), "synchronization")
 
 
 Replicas: TypeAlias = OneReplica | ReplicaSet
-"""The replicas of a rank."""
+"""Replicas of a rank."""
 
 
 def _call_first(functions: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -513,7 +515,7 @@ def _call_merged(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """Return what `merge_fn` returns in cross-replica context."""
+    """Call `merge_fn` in cross-replica context, and return its result."""
     frame = context.Frame(context.Kind.CROSS_REPLICA, strategy)
     with context.entered(frame), span("merge_call", "merge_call"):
         try:
@@ -530,7 +532,7 @@ def _is_same(first: Any, other: Any) -> bool:
 
 
 def _code_of(function: Any) -> Any:
-    """Return the code that runs where `function` is called, or what is called if that has none."""
+    """Return the code object that `function` runs, or the callable itself if it has none."""
     while isinstance(function, functools.partial):
         function = function.func
     code = getattr(function, "__code__", None)
@@ -543,7 +545,7 @@ def _code_text(code: Any) -> str:
 
 
 def _part(position: int, leaf: Any) -> Any:
-    """Return what one replica gets of a leaf that `merge_fn` returns."""
+    """Return one replica's part of a leaf that `merge_fn` has returned."""
     has_components = isinstance(leaf, PerReplica) or (
         _is_variable(leaf)
         and leaf.strategy is not None
@@ -554,5 +556,5 @@ def _part(position: int, leaf: Any) -> Any:
     if isinstance(leaf, DistributedValues):
         leaf = leaf.values[0]
     if position and is_array(leaf) and not isinstance(leaf, np.generic):
-        return leaf.copy()  # the program may write to each
+        return leaf.copy()  # the program may write to each copy
     return leaf

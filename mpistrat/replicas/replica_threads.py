@@ -2,9 +2,9 @@
 
 A rank with several replicas runs one function for each of them. A function runs until it has to
 wait for the others, or until it returns; then the next one runs. The first function runs in the
-calling thread, the *main* one here, so a rank with one replica needs no other thread. Each further
-function has its own thread, which is kept from run to run. Only the main thread does the work that
-the functions wait for, such as a collective, because MPI may be called by no other.
+calling thread, here called the *main* thread, so a rank with one replica needs no further thread.
+Every other function has its own thread, which is kept from run to run. Only the main thread does
+the work for which the functions wait, such as a collective, because no other thread may call MPI.
 """
 
 from __future__ import annotations
@@ -24,29 +24,30 @@ from mpistrat.pytorch import in_modes_of_here
 
 
 class Cancelled(BaseException):
-    """Ends the function of a replica because that of another one has failed.
+    """Ends the function of a replica because the function of a different one has failed.
 
-    Not an `Exception`, which the function could catch.
+    It is not an `Exception`, so that the function does not catch it by accident.
     """
 
 
 Request = tuple[str, Any, Callable[[list[Any]], Sequence[Any]]]
-"""What a call waits for, its contribution, and the work: a function of the contributions of all.
+"""Name of the common work for which a call waits, its contribution, and the function to call.
 
-Only the function of the first call is used. Calls that wait for different things disagree."""
+The function takes the contributions of all calls, and only the function of the first call is used.
+Calls that wait for different work disagree."""
 
 
 class ReplicaCall:
-    """The function of one replica in a run, and its progress."""
+    """Function of one replica in a run, and its progress."""
 
-    # Defaults on the class: most attributes are set once per run, if ever.
+    # The defaults are on the class, because most attributes are set at most once per run.
     request: Request | None = None
-    """Set while it waits for the others, or for the common work."""
+    """Set while the call waits for the others, or for the common work."""
     run_on_main: Callable[[], object] | None = None
-    """What the main thread has to call for it before it resumes."""
+    """Function that the main thread has to call before the call resumes."""
     outcome: Any = None
     error: BaseException | None = None
-    """What to raise where it waits; after its end, the error that ended it."""
+    """Error to raise in the waiting call; after its end, the error that ended it."""
     thread = 0
     """Identifier of the thread that runs it."""
     has_begun = has_ended = False
@@ -59,10 +60,10 @@ class ReplicaCall:
     ) -> None:
         self.function, self.context = function, context
         self.pass_turn = pass_turn
-        """Returns the turn to give after its end, ``None`` for that of the main thread."""
+        """Returns the turn to give at its end, or ``None`` for the turn of the main thread."""
 
     def run(self) -> None:
-        """Call the function, and keep its result or its error."""
+        """Call the function, and store its result or its error."""
         self.has_begun = True
         self.thread = threading.get_ident()
         try:
@@ -73,20 +74,20 @@ class ReplicaCall:
 
 
 class _PlainTurns:
-    """Turns of threads without compiled code: see ``native/turns.c``."""
+    """Turns of threads in plain Python, if ``native/turns.c`` is not compiled."""
 
     @staticmethod
     def make_turn() -> threading.Lock:
         """Return a turn that no thread has."""
-        # A plain lock, not an RLock: one thread releases it to give the turn, a different one
-        # acquires it to take the turn.
+        # This needs a plain lock, not an RLock: one thread releases it to give the turn, and a
+        # different one acquires it to take the turn.
         turn = threading.Lock()
         turn.acquire()
         return turn
 
     @staticmethod
     def hand_over(given: threading.Lock | None, awaited: threading.Lock | None) -> None:
-        """Give one turn, and wait for the other."""
+        """Give one turn, and wait for another."""
         if given is not None:
             given.release()
         if awaited is not None:
@@ -96,7 +97,7 @@ class _PlainTurns:
 
     @staticmethod
     def has_taken(turn: threading.Lock) -> bool:
-        """Return False: a lock does not tell."""
+        """Return False, because a lock does not tell which thread has acquired it."""
         return False
 
 
@@ -111,7 +112,7 @@ class ReplicaThread:
         self._has_taken = turns.has_taken
         self._call: ReplicaCall | None = None
         self._thread = threading.Thread(
-            # A daemon: a thread that is parked must not keep the interpreter from exiting.
+            # It is a daemon, because a parked thread must not keep the interpreter from exiting.
             target=self._work,
             name=f"mpistrat-replica-{number}",
             daemon=True,
@@ -119,14 +120,15 @@ class ReplicaThread:
         self._thread.start()
 
     def assign(self, call: ReplicaCall) -> Any:
-        """Have this thread run `call`, or resume it; return the turn to give it."""
+        """Let this thread run or resume `call`, and return the turn to give to it."""
         self._call = call
         return self._own_turn
 
     def give_turn(self, turn: Any, running: Callable[[], ReplicaThread]) -> BaseException | None:
-        """Give a thread its `turn`, and wait on the main thread until its own turn comes back.
+        """Give a thread its `turn`, and wait on the main thread until that has its own turn again.
 
-        Return the error that a signal raised just then. `running` returns the thread that runs.
+        Return the error that a signal raised at that moment, or ``None``. `running` returns the
+        thread that is running.
         """
         given = turn
         while True:
@@ -134,23 +136,23 @@ class ReplicaThread:
                 self._hand_over(given, self._main_turn)
                 return None
             except BaseException as error:
-                # The error came between taking the turn and the return: no replica runs any more.
+                # The error was raised after the turn was taken, so no replica runs any more.
                 if self._has_taken(self._main_turn):
                     return error
-                # Python handles signals such as Ctrl-C on the main thread, which waits here: the
-                # replica that runs has to be interrupted.
+                # Python handles signals such as Ctrl-C on the main thread, which waits here. So
+                # interrupt the replica that is running.
                 given = None
                 running().interrupt(type(error))
 
     def interrupt(self, error: type[BaseException]) -> None:
         """Raise `error` in the thread."""
-        # CPython takes an unsigned long here; ctypes would pass a C int and cut the identifier off.
-        # The error is raised when the thread runs its next bytecode.
+        # CPython takes an unsigned long here; by default ctypes would pass a C int and truncate the
+        # identifier. The thread raises the error when it runs its next bytecode.
         thread = ctypes.c_ulong(self._thread.ident or 0)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(error))
 
     def park(self, given: Any) -> None:
-        """Give a turn, and wait for the next one of this thread. Called by the thread itself."""
+        """Give a turn, and wait for this thread's next one. The thread itself calls this."""
         self._park(self._main_turn if given is None else given, self._own_turn)
 
     def end(self) -> None:
@@ -168,19 +170,19 @@ class ReplicaThread:
                 return
             call.run()
             self._call, given = None, call.pass_turn() or self._main_turn
-            # A parked thread must not keep the results and arguments of the last run alive.
+            # A parked thread must not keep results and arguments of the last run alive.
             del call
 
 
 class Turns(Protocol):
-    """Holds the index of the running replica."""
+    """Object with the index of the running replica."""
 
     turn: int | None
     """``None`` during the common work."""
 
 
 class ReplicaThreads:
-    """Runs functions, one for each replica of this rank, which wait for each other."""
+    """Runs one function per replica of this rank. The functions wait for each other."""
 
     def __init__(
         self,
@@ -191,16 +193,16 @@ class ReplicaThreads:
         self._turns, self._on_disagreement = turns, on_disagreement
         self._threads: list[ReplicaThread] = []
         self._main_turn = (native_library() or _PlainTurns).make_turn()
-        # The threads wait for turns and hold no reference to this object: they would outlive it.
+        # The threads wait for turns and hold no reference to this object, so they would outlive it.
         weakref.finalize(self, _end, self._threads).atexit = False
         self._calls: list[ReplicaCall] = []
         self._failure: BaseException | None = None
-        """The first error that has ended a call."""
+        """First error that has ended a call."""
         self._is_cancelling = False
 
     @property
     def is_busy(self) -> bool:
-        """Whether it runs."""
+        """Whether a run is in progress."""
         return bool(self._calls)
 
     @property
@@ -209,23 +211,23 @@ class ReplicaThreads:
         return self._failure is not None
 
     def thread_of(self, number: int) -> int:
-        """Return the identifier of the thread that runs a call, 0 if none does."""
+        """Return the identifier of the thread that runs a call, or 0 if none does."""
         calls = self._calls[number : number + 1]
         return calls[0].thread if calls else 0
 
     def run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Return what `functions` return, in order.
+        """Run `functions`, and return their results in order.
 
-        If one raises, those that have not begun never begin, and the others get a `Cancelled`
-        where they wait; then the error is raised.
+        If one raises, the functions that have not begun are not called, the waiting ones get
+        `Cancelled`, and then `run` raises the error.
         """
-        # Before anything else: too many threads must raise before a function has begun.
+        # Do this first: if there are too many threads, it must raise before a function has begun.
         self._make_threads(len(functions) - 1)
-        # Before the first function can change what belongs to a thread, such as PyTorch's modes.
+        # Do this before the first function can change state of its thread, such as PyTorch's modes.
         if "torch" in sys.modules:
             functions = in_modes_of_here(functions)
-        # A context for each replica: a thread has none of the values that the caller has set, and
-        # replicas must not see what a different one sets.
+        # Each replica gets its own context: a new thread has none of the caller's values, and
+        # replicas must not see values that a different one sets.
         copied, pass_turn = contextvars.copy_context, self._pass_turn
         self._calls = [ReplicaCall(each, copied(), pass_turn) for each in functions]
         if len(functions) == 1:
@@ -236,8 +238,8 @@ class ReplicaThreads:
             self._turns.turn = 0
             calls[0].run()
             self._note_end(calls[0])
-            # The first function has returned. The others may still wait for common work, which only
-            # this thread can do.
+            # The first function has returned. The others may still wait for common work, and only
+            # this thread can do it.
             while not self.has_failed and self._run_others():
                 pass
             self._cancel_others()
@@ -246,7 +248,7 @@ class ReplicaThreads:
             self._calls, self._failure, self._is_cancelling = [], None, False
 
     def _run_alone(self, call: ReplicaCall) -> Any:
-        """Run the only call, which has nobody to wait for."""
+        """Run the only call, which does not have to wait for others."""
         self._turns.turn = 0
         call.thread = threading.get_ident()
         try:
@@ -255,12 +257,12 @@ class ReplicaThreads:
             self._calls = []
 
     def meet(self, what: str, given: Any, act: Callable[[list[Any]], Sequence[Any]]) -> Any:
-        """Wait for the other calls, and return this one's item of what `act` returns.
+        """Wait for the other calls, and return this call's item of the result of `act`.
 
-        The main thread calls `act` once, with what all calls have `given`.
+        The main thread calls `act` once, with the `given` values of all calls.
         """
-        # A function that ends with `Cancelled` has called this, as in a `finally` block. The other
-        # replicas do not run any more, so waiting for them would never end.
+        # A function that ends with `Cancelled` has called this, for example in a `finally` block.
+        # The other replicas do not run any more, so waiting for them would never end.
         if self._is_cancelling:
             raise ContextError(
                 f"{what} was called by a replica that ends because another one has failed."
@@ -275,11 +277,11 @@ class ReplicaThreads:
             self._threads[number - 1].park(self._pass_turn())
         else:
             self._run_others()
-        # The others have set it meanwhile.
+        # The other calls have changed it in the meantime.
         self._turns.turn = number
         if self._failure is not None:
-            # From here on turns go back to the main thread, so that at most one function unwinds at
-            # a time.
+            # From here on, threads give their turn to the main thread, so that at most one function
+            # unwinds at a time.
             call.request, self._is_cancelling = None, True
             raise Cancelled
         if call.error is not None:
@@ -295,12 +297,12 @@ class ReplicaThreads:
             self._turns.turn = 0
 
     def run_on_main(self, do: Callable[[], object]) -> None:
-        """Have the main thread call `do` now, without the other replicas."""
+        """Call `do` on the main thread now, without waiting for the other replicas."""
         number = self._turns.turn
         if not number:
             do()
             return
-        # Set before the turn is given: the main thread looks at it as soon as it has the turn.
+        # Set it before giving the turn, because the main thread then looks at it at once.
         self._calls[number].run_on_main = do
         self._threads[number - 1].park(None)
         self._raise_error(self._calls[number])
@@ -321,9 +323,9 @@ class ReplicaThreads:
             ) from error
 
     def _run_others(self) -> bool:
-        """Run each other call until it waits or ends; then do the common work.
+        """Run each other call until it waits or ends, and then do the common work.
 
-        Return whether there was any.
+        Return whether there was common work.
         """
         number = self._next_after(0)
         if number:
@@ -336,7 +338,7 @@ class ReplicaThreads:
         return False
 
     def _next_after(self, number: int) -> int:
-        """Return the number of the next call that can resume, 0 if there is none."""
+        """Return the number of the next call that can resume, or 0 if there is none."""
         for other in range(number + 1, len(self._calls)):
             call = self._calls[other]
             if call.request is None and not call.has_ended:
@@ -344,8 +346,9 @@ class ReplicaThreads:
         return 0
 
     def _pass_turn(self) -> Any:
-        """Return the turn that a call gives when it waits or ends, ``None`` for the main one."""
-        # From thread to thread: one switch per replica, where going by the main thread takes two.
+        """Return the turn that a call gives when it waits or ends; ``None`` for the main one."""
+        # Go from thread to thread, which takes one switch per replica. Through the main thread it
+        # would take two.
         number = self._turns.turn
         assert number is not None
         # The main thread must learn of a failure before any other replica runs.
@@ -361,17 +364,17 @@ class ReplicaThreads:
         return self._threads[(self._turns.turn or 1) - 1]
 
     def _give_turn(self, number: int) -> None:
-        """Run call `number` and those after it, until one gives the turn back."""
+        """Run call `number` and the calls after it, until one gives the turn back."""
         while True:
             self._turns.turn = number
             thread, call = self._threads[number - 1], self._calls[number]
-            # Does not return before the main thread has its turn again, so nothing below runs while
-            # a replica does.
+            # This returns only when the main thread has its turn again, so the code below never
+            # runs at the same time as a replica.
             interruption = thread.give_turn(thread.assign(call), self._running)
-            number = self._turns.turn  # another call may have given the turn back
+            number = self._turns.turn  # a different call may have given the turn back
             call = self._calls[number]
             self._note_end(call)
-            # A signal that came when no replica ran ends the run like an error of a replica.
+            # A signal that arrived while no replica ran ends the run like an error of a replica.
             self._failure = self._failure or interruption
             if call.run_on_main is None:
                 return
@@ -382,12 +385,12 @@ class ReplicaThreads:
                 call.error = error
 
     def _act(self) -> None:
-        """Do the common work, and give each call its outcome or the error."""
+        """Do the common work, and store its result or error in each call."""
         calls = self._calls
         self._turns.turn = None
         try:
             requests = [each.request for each in calls]
-            # A call without a request has returned while others still wait: they would wait for it
+            # A call without a request has returned, so the calls that still wait for it would wait
             # forever.
             first = requests[0]
             if first is None or None in requests:
@@ -398,7 +401,7 @@ class ReplicaThreads:
             for call, outcome in zip(calls, first[2](given), strict=True):
                 call.outcome, call.request = outcome, None
         except BaseException as error:
-            # Each that waits has to raise, or its thread would stay parked.
+            # Each waiting call has to raise, or its thread would stay parked.
             waiting = [each for each in calls if each.request is not None]
             for number, call in enumerate(waiting):
                 call.error = error if number == 0 else _again(error)
@@ -414,7 +417,7 @@ class ReplicaThreads:
             raise error
 
     def _cancel_others(self) -> None:
-        """If a call has failed, end those that wait, and raise its error."""
+        """If a call has failed, end the waiting calls, and raise its error."""
         if self._failure is None:
             return
         self._is_cancelling = True
@@ -432,8 +435,8 @@ def _end(threads: list[ReplicaThread]) -> None:
 
 
 def _again(error: BaseException) -> BaseException:
-    """Return an error that another thread can raise too, with its own traceback."""
+    """Return a copy of an error, which another thread can raise with its own traceback."""
     try:
         return copy.copy(error)
-    except Exception:  # of a class that cannot be copied
+    except Exception:  # the class of the error cannot be copied
         return error

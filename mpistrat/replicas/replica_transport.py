@@ -1,4 +1,4 @@
-"""Transport of replicas, several on each rank, which move bytes by the transport of the rank."""
+"""Transport of a replica that shares its rank: moves bytes by the transport of the rank."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from mpistrat.sharding import replicas_of_ranks
 
 
 class ReplicaTransport(SoloTransport):
-    """One replica among all of them: its rank, in a `Transport`, is the number of the replica.
+    """Transport between replicas. Its `rank` is the number of the replica.
 
     In each method the replicas of a rank wait for each other, and then the rank moves the data of
-    all of them. They agree by `ReplicaChannel`, which needs no round of this transport. Only the
-    rank waits for other ranks, learns which are dead, and frees MPI's resources, so those methods
-    are the ones of a single rank.
+    all of them. The replicas agree by `ReplicaChannel`, which needs no round of this transport. The
+    rank itself waits for other ranks, learns which are dead, and frees MPI's resources. So those
+    methods are inherited from the transport of a single rank.
     """
 
     def __init__(
@@ -37,31 +37,31 @@ class ReplicaTransport(SoloTransport):
         self._meet, self._run_on_main = links.meet, links.run_on_main
         self._messages = links.messages
         self.shares = replicas_of_ranks(num_replicas, transport.size)
-        """The replicas of each rank."""
+        """Replicas of each rank."""
         self._share = self.shares[transport.rank]
         self._rank_of = [rank for rank, share in enumerate(self.shares) for _ in share]
         is_first = replica_id == self._share.start
         self.comm = getattr(transport, "comm", None) if is_first else None
-        """The communicator of the rank, for the first of its replicas."""
+        """Communicator of the rank, for the first of its replicas; else ``None``."""
         self.has_fast_paths = transport.has_fast_paths
         self.node: ReplicaReducer | None = None
         if self.has_fast_paths:
             self.node = ReplicaReducer(links, transport, num_replicas)
 
     def all_reduce(self, op: ReduceOp, source: np.ndarray, target: np.ndarray) -> None:
-        """Refuse: replicas reduce by the tree of their reducer."""
+        """Raise an error, because replicas reduce by the tree of their reducer."""
         raise AssertionError("replicas reduce by their tree")
 
     def reduce(self, op: ReduceOp, buffer: np.ndarray, root: int) -> None:
-        """Refuse, as `all_reduce`."""
+        """Raise an error, like `all_reduce`."""
         self.all_reduce(op, buffer, buffer)
 
     def broadcast(self, buffer: np.ndarray, root: int) -> None:
-        """Replace `buffer` of every replica by that of `root`."""
+        """Replace the `buffer` of every replica by the buffer of `root`."""
         self.broadcast_each([buffer], [root])
 
     def broadcast_each(self, buffers: Sequence[np.ndarray], roots: Sequence[int]) -> None:
-        """Replace each of `buffers` of every replica by that of its root."""
+        """Replace each buffer of every replica by the buffer of its root."""
         self._meet("broadcast", buffers, functools.partial(self._broadcast_all, roots))
 
     def _broadcast_all(
@@ -71,7 +71,7 @@ class ReplicaTransport(SoloTransport):
             buffers = [each[number] for each in of_replicas]
             # If the root is on a different rank, the first replica receives for all.
             owner = root - self._share.start if root in self._share else 0
-            # In its own memory, as what a root gives may be read-only.
+            # The root sends from its own memory, because its buffer may be read-only.
             self._transport.broadcast(buffers[owner], self._rank_of[root])
             for position, buffer in enumerate(buffers):
                 if position != owner:
@@ -81,8 +81,8 @@ class ReplicaTransport(SoloTransport):
     def all_gather(
         self, part: np.ndarray, counts: Sequence[int], out: np.ndarray | None = None
     ) -> np.ndarray:
-        """Return the 1-d parts of all replicas, one behind the other."""
-        # `out` is not passed on: it belongs to one replica, and the gather is for all of them.
+        """Return the 1-d parts of all replicas, concatenated."""
+        # Do not pass `out` on: it belongs to one replica, and the gather is for all of them.
         gathered: np.ndarray = self._meet(
             "all_gather", part, functools.partial(self._gather_all, counts, None)
         )
@@ -91,12 +91,12 @@ class ReplicaTransport(SoloTransport):
     def start_all_gather(
         self, part: np.ndarray, counts: Sequence[int]
     ) -> Callable[[], np.ndarray | None]:
-        """Gather short parts, and return what returns them."""
+        """Gather short parts, and return a function that returns them."""
         gathered = self.all_gather(part, counts)
         return lambda: gathered
 
     def gather(self, part: np.ndarray, counts: Sequence[int], root: int) -> np.ndarray | None:
-        """Do `all_gather` for `root` alone; ``None`` for the other replicas."""
+        """Return the gathered parts on replica `root`, and ``None`` on the others."""
         gathered: np.ndarray | None = self._meet(
             "gather", part, functools.partial(self._gather_all, counts, root)
         )
@@ -109,7 +109,7 @@ class ReplicaTransport(SoloTransport):
         of_ranks = [sum(counts[share.start : share.stop]) for share in self.shares]
         if root is None:
             gathered = self._transport.all_gather(own, of_ranks)
-            # The program may write to each.
+            # Return copies, because the program may write to each.
             return [gathered, *(gathered.copy() for _ in parts[1:])]
         there = self._transport.gather(own, of_ranks, self._rank_of[root])
         return [there if replica == root else None for replica in self._share]
@@ -129,13 +129,13 @@ class ReplicaTransport(SoloTransport):
         return received if out is None else copied(received, out)
 
     def _exchange_all(self, given: list[tuple[np.ndarray, Any, Any]]) -> list[np.ndarray]:
-        """Send, to each rank, the parts of this rank's replicas, sender by sender."""
+        """Send the parts of this rank's replicas to each rank, in the order of the senders."""
         dtype, shares = given[0][0].dtype, self.shares
-        # By replica of this rank, how much it sends to each replica of all.
+        # For each replica of this rank, how much it sends to each replica of the job.
         outgoing = np.array([counts for _, counts, _ in given])
         ends = np.cumsum(outgoing, axis=1) - outgoing
         ends = np.concatenate([ends, outgoing.sum(axis=1, keepdims=True)], axis=1).tolist()
-        # What one sends to the replicas of a rank lies together.
+        # The parts that one replica sends to the replicas of one rank are contiguous.
         pieces = [
             buffer.reshape(-1)[bounds[share.start] : bounds[share.stop]]
             for share in shares
@@ -147,7 +147,7 @@ class ReplicaTransport(SoloTransport):
             [int(outgoing[:, share.start : share.stop].sum()) for share in shares],
             [int(incoming[:, share.start : share.stop].sum()) for share in shares],
         )
-        # From each replica, what it sends to each one here. Most send nothing, as in a shift.
+        # For each sender, how much it sends to each replica here. In a shift, most send nothing.
         lengths = incoming.T.reshape(-1)
         begins = (np.cumsum(lengths) - lengths).reshape(incoming.T.shape)
         joined = []
@@ -159,18 +159,18 @@ class ReplicaTransport(SoloTransport):
         return joined
 
     def send(self, buffer: np.ndarray, rank: int) -> None:
-        """Send `buffer` to replica `rank`, which calls `receive` and, on this rank, runs later."""
+        """Send `buffer` to replica `rank`, which calls `receive`. On this rank it runs later."""
         if rank in self._share:
-            # A copy: when this returns, the sender may write to its buffer, as after a blocking
-            # send of MPI.
+            # Copy it, because the sender may write to its buffer when this returns, as after a
+            # blocking send of MPI.
             self._messages.setdefault((self.rank, rank), []).append(buffer.copy())
         else:
             self._run_on_main(lambda: self._transport.send(buffer, self._rank_of[rank]))
 
     def receive(self, buffer: np.ndarray, rank: int) -> None:
-        """Overwrite `buffer` with what replica `rank` sends."""
+        """Overwrite `buffer` with the array that replica `rank` sends."""
         if rank in self._share:
-            # The sender runs first, as replicas take turns in the order of their numbers, so the
+            # Replicas run in the order of their numbers, so the sender has run before and the
             # message is here. Waiting for it would be a deadlock.
             np.copyto(buffer, self._messages[rank, self.rank].pop(0))
         else:

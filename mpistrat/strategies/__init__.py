@@ -38,6 +38,11 @@ __all__ = [
 def get_strategy() -> Strategy:
     """Return the strategy of the innermost scope, or the default strategy. Local.
 
+    Returns
+    -------
+    Strategy
+        The current strategy.
+
     Examples
     --------
     >>> with strategy.scope():
@@ -52,7 +57,12 @@ def get_strategy() -> Strategy:
 
 
 def has_strategy() -> bool:
-    """Return whether another strategy than the default one is current. Local.
+    """Return whether a strategy other than the default one is current. Local.
+
+    Returns
+    -------
+    bool
+        True in a scope, in `Strategy.run`, and after `experimental_set_strategy`.
 
     Examples
     --------
@@ -63,7 +73,13 @@ def has_strategy() -> bool:
 
 
 def in_cross_replica_context() -> bool:
-    """Return whether all replicas act together here: in a scope, ``merge_fn`` or update. Local.
+    """Return whether this code runs in cross-replica context. Local.
+
+    Returns
+    -------
+    bool
+        True in a scope, a ``merge_fn`` or an update, where all replicas act together. False in a
+        replica function and outside every scope.
 
     Examples
     --------
@@ -78,7 +94,10 @@ def in_cross_replica_context() -> bool:
 def get_replica_context() -> ReplicaContext | None:
     """Return the current replica context, ``None`` in cross-replica context. Local.
 
-    In the default context it is the replica context of the default strategy.
+    Returns
+    -------
+    ReplicaContext or None
+        In the default context, the replica context of the default strategy.
 
     Examples
     --------
@@ -93,12 +112,12 @@ def get_replica_context() -> ReplicaContext | None:
 
 
 def experimental_set_strategy(strategy: Strategy | None) -> None:
-    """Make `strategy` current in this thread from here on, without a ``with`` block. Local.
+    """Make `strategy` current in this thread from now on, without a ``with`` block. Local.
 
     Parameters
     ----------
     strategy : Strategy or None
-        ``None`` brings the default strategy back.
+        The new strategy. ``None`` restores the default strategy.
 
     Raises
     ------
@@ -121,9 +140,14 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
 
 
 def get_loss_reduction() -> ReduceOp:
-    """Return how losses of replicas combine: always `ReduceOp.SUM`. Local.
+    """Return how the losses of replicas are combined: always `ReduceOp.SUM`. Local.
 
-    The seeds of this API return another value for one kind of estimator only.
+    In tf.distribute, only one kind of estimator has a different value.
+
+    Returns
+    -------
+    ReduceOp
+        `ReduceOp.SUM`.
 
     Examples
     --------

@@ -34,10 +34,11 @@ class CentralExtended(StrategyExtended):
 
     def __init__(self, collectives: Collectives, groups: RankGroups | None = None) -> None:
         super().__init__(collectives, groups)
-        # The ranks wait for each other by their agreement, whatever MPISTRAT_CHECKS says.
+        # The ranks wait for each other by agreeing on each call, so checks are always on, whatever
+        # MPISTRAT_CHECKS says.
         collectives.channel.checks = True
         self._central: weakref.WeakValueDictionary[int, Variable] = weakref.WeakValueDictionary()
-        """What `close` takes the memory from."""
+        """The variables whose memory `close` releases."""
 
     def _copied_for(self, container: Any) -> StrategyExtended:
         twin = super()._copied_for(container)
@@ -46,22 +47,22 @@ class CentralExtended(StrategyExtended):
         return twin
 
     def _note_variable(self, variable: Variable) -> None:
-        """Have `close` take the memory of `variable`."""
+        """Let `close` release the memory of `variable`."""
         if _node_memory(variable) is not None:
             self._central[id(variable)] = variable
 
     def _close(self) -> None:
         super()._close()
         for variable in list(self._central.values()):
-            # A program may keep its variables. Their memory is to go back to the system all the
-            # same.
+            # The program may still hold its variables, but their memory must be returned to the
+            # system.
             variable._storage = np.empty(0, variable.dtype)
             variable._placement.lose_copies()
         self._central.clear()
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:
-        """The one device string where variables live: the host memory of the node. Local."""
+        """The only device that stores variables: the host memory of the node. Local."""
         return (Device("cpu").on_task(0),)
 
     @context.collective("update", writes=True)
@@ -75,8 +76,13 @@ class CentralExtended(StrategyExtended):
     ) -> Any:
         """Call ``fn(var, *args, **kwargs)`` once, on rank 0, and return its result on all ranks.
 
-        **Collective**. The result travels as pickle between the ranks of the job, and an error is
-        everyone's. A SyncOnRead variable is updated on each rank: see `StrategyExtended.update`.
+        **Collective**. Rank 0 sends the result to the other ranks as pickle, and an error is raised
+        on all ranks. A SyncOnRead variable is updated on each rank: see `StrategyExtended.update`.
+
+        Returns
+        -------
+        nest or tuple
+            As from `StrategyExtended.update`.
         """
         is_ours = isinstance(var, Variable) and var.strategy is self._container
         if not is_ours or _node_memory(var) is None:
@@ -84,8 +90,8 @@ class CentralExtended(StrategyExtended):
         what = f"update of variable {var.name!r}"
         collectives, result = self._collectives, None
         collectives.channel.ledger.updates += 1
-        # Only rank 0: the ranks share the memory, so an assign_add by each would count N times. At
-        # the end of the block all ranks wait, so none reads before rank 0 has written.
+        # Only rank 0 writes: the ranks share the memory, so an assign_add by each would count N
+        # times. At the end of the block all ranks wait, so none reads before rank 0 has written.
         with collectives.all_or_none("update", var.name):
             if collectives.rank == 0:
                 result = context.result_in_update_context(
@@ -104,7 +110,7 @@ class CentralExtended(StrategyExtended):
         missing = [
             each for each in given if _node_memory(each) is not None and not each._placement.stage
         ]
-        # Equal on all ranks, because the buffers of a variable are made on all of them at once.
+        # Equal on all ranks, because all ranks create the buffers of a variable together.
         if missing:
             self._make_stages(missing)
         rank, buffers = self._collectives.rank, []
@@ -117,9 +123,9 @@ class CentralExtended(StrategyExtended):
         return buffers
 
     def _make_stages(self, variables: Sequence[Variable]) -> None:
-        """Give each of `variables` a buffer on every rank. **Collective**."""
+        """Create a buffer for each of `variables` on every rank. **Collective**."""
         lengths = [each._storage.nbytes for each in variables]
-        # A buffer begins at a cache line, so no two ranks write to the same one.
+        # Each buffer begins at a cache line, so that no two ranks write to the same line.
         padded = [-(-length // _ALIGNMENT) * _ALIGNMENT for length in lengths]
         size, num_bytes = self._collectives.size, sum(padded)
         with self._collectives.call("gradient_buffers") as call:
@@ -143,9 +149,9 @@ def _node_memory(variable: Variable) -> NodeMemory | None:
 class CentralStorageStrategy(MPIStrategy):
     """Synchronous data parallelism on one node, with one storage of each variable for all ranks.
 
-    Each rank owns a replica, as under `MPIStrategy`. Variables and the slots of optimizers lie in
-    memory that all ranks share, and each rank updates 1/N of their elements: that takes less
-    memory and less time. `Variable.value` is a view of it.
+    Each rank owns a replica, as under `MPIStrategy`. Variables and the slots of optimizers are
+    stored in memory that all ranks share, and each rank updates 1/N of their elements. That takes
+    less memory and less time. `Variable.value` returns a view of the shared memory.
 
     **Collective** over `comm`. Starts MPI if the program has not.
 
@@ -158,8 +164,8 @@ class CentralStorageStrategy(MPIStrategy):
     Raises
     ------
     ValueError
-        If the ranks run on several nodes, on every rank. Making a variable raises it where its
-        memory cannot be had.
+        On every rank, if the ranks run on several nodes. Creating a variable raises it if its
+        memory cannot be allocated.
     LaunchError, TypeError
         As for `MPIStrategy`.
 

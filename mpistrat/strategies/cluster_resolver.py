@@ -1,4 +1,4 @@
-"""Where a rank stands in its cluster, and printing on one rank of it."""
+"""Position of a rank in its cluster, and printing on only one rank."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from mpistrat.mpi.world import world_rank
 
 @dataclass(frozen=True)
 class ClusterResolver:
-    """Facts about the job and this rank's place in it."""
+    """Facts about the job and this rank's position in it."""
 
     task_id: int
-    """The rank; of a parameter-server job the number among those of its `task_type`."""
+    """The rank. In a parameter-server job, the number among the ranks of the same `task_type`."""
     num_workers: int
-    """The number of ranks; of a parameter-server job that of its workers."""
+    """Number of ranks. In a parameter-server job, the number of workers."""
     local_rank: int
-    """Number of this rank among those of its node."""
+    """Number of this rank among the ranks of its node."""
     hosts: tuple[str, ...]
     """One name per node."""
     launcher: str
     """``"slurm"``, ``"openmpi"``, ``"mpich"``, ``"intel"``, ``"flux"``, ``"pals"``, ``"lsf"`` (for
     jsrun), or ``"none"``."""
     task_type: str = "worker"
-    """``"worker"``: every rank computes. `ParameterServerStrategy` has a ``"chief"`` and servers,
-    ``"ps"``, too."""
+    """``"worker"``: every rank computes. `ParameterServerStrategy` also has a ``"chief"`` and
+    servers, ``"ps"``."""
 
 
 def print_on_chief(
@@ -37,10 +37,19 @@ def print_on_chief(
     file: Any = None,
     flush: bool = True,
 ) -> None:
-    """Print on rank 0 alone, as the builtin ``print`` does. Local.
+    """Print only on rank 0, like the builtin ``print``. Local.
 
-    Rank 0 is that of the strategy in scope, and outside every scope that of the job. The other
-    ranks do nothing. `flush` is true by default, because launchers read through pipes.
+    In a scope this is rank 0 of the strategy; outside every scope it is rank 0 of the job. The
+    other ranks do nothing.
+
+    Parameters
+    ----------
+    *values : object
+        The values to print.
+    sep, end, file
+        As for the builtin ``print``.
+    flush : bool
+        Whether to flush the stream. The default is true, because launchers read through pipes.
 
     Examples
     --------
@@ -49,7 +58,7 @@ def print_on_chief(
     """
     frame = context.current()
     collectives = None if frame is None else frame.collectives
-    # A strategy of one rank exists on each rank of the job.
+    # A strategy with one rank exists on each rank of the job, so only rank 0 of the job may print.
     is_alone = collectives is None or collectives.size == 1
     if (world_rank() if is_alone or collectives is None else collectives.rank) == 0:
         builtins.print(*values, sep=sep, end=end, file=file, flush=flush)

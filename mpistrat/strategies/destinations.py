@@ -23,7 +23,7 @@ from mpistrat.values import DistributedValues, IndexedSlices, Mirrored, PerRepli
 from mpistrat.variables import MirroredVariable, ShardedVariable, Variable
 
 Destination: TypeAlias = "Variable | DistributedValues[Any] | Array | str"
-"""Where a reduced value goes: to the replicas, or to the device that a string names."""
+"""Destination of a reduced value: the replicas, or the device that a string names."""
 
 _GRAMMAR = re.compile(
     r"(?:/job:worker)?(?:/replica:0)?(?:/task:(?P<task>\d+))?/?(?:device:)?"
@@ -41,13 +41,13 @@ class Place:
     kind: str
     """``"cpu"`` or ``"gpu"``."""
     index: int
-    """Number of the device among those of its kind."""
+    """Number of the device among the devices of its kind."""
     is_own: bool = False
-    """Whether it is ``"gpu"``, without a number: the GPU of the rank itself."""
+    """Whether the string is ``"gpu"`` without a number, which means the rank's own GPU."""
 
 
 def warn_of_empty_parts(replicas: Sequence[int], value: Any) -> None:
-    """Warn if an empty part of a batch has made a `value` to be reduced NaN on a replica here."""
+    """Warn if a `value` to be reduced is NaN on a replica here because its batch part was empty."""
     for leaf in nests.flatten(value)[0]:
         parts = leaf.values if isinstance(leaf, DistributedValues) else (leaf,)
         for replica, part in zip(replicas, parts, strict=False):
@@ -73,7 +73,7 @@ def parse_place(text: str, num_tasks: int) -> Place:
 
 
 def parse_destination(call: CollectiveCall, destination: Any, strategy: Any) -> Place | None:
-    """Return the place that a device string names, ``None`` for where the replicas are."""
+    """Return the place that a device string names, ``None`` for the devices of the replicas."""
     if isinstance(destination, str):
         return _named_place(call, destination, strategy)
     if destination is None:
@@ -119,7 +119,7 @@ class _Components:
         Name of the public function, for messages.
     op : ReduceOp
     value : nest
-        Of arrays, numbers, variables and distributed values, which may hold nests themselves.
+        Arrays, numbers, variables and distributed values, which may hold nests themselves.
 
     Attributes
     ----------
@@ -127,7 +127,7 @@ class _Components:
         The mirrored leaves by position. Variables are copied, `Mirrored` values are not.
     rest : nest
         This rank's components, with an empty tuple in place of each mirrored leaf, so that the
-        ranks agree on which leaves are.
+        ranks agree on which leaves are mirrored.
 
     Raises
     ------
@@ -159,9 +159,9 @@ class _Components:
 
 
 def with_whole_values(reduce_op: ReduceOpLike, value: Any) -> Any:
-    """Return `value` with all rows of each sharded variable, where these count. **Collective**."""
+    """Return `value` with all rows of sharded variables, if the op needs them. **Collective**."""
     if str(getattr(reduce_op, "name", reduce_op)).upper() not in ("MEAN", "MIN", "MAX"):
-        return value  # it is refused, before a row moves
+        return value  # it raises later, before any row is sent
     return nests.map_nest(
         lambda leaf: Mirrored(leaf.value()) if isinstance(leaf, ShardedVariable) else leaf, value
     )
@@ -196,7 +196,7 @@ def _check_mirrored(kind: str, op: ReduceOp, value: Any) -> None:
 
 
 def reduce_to_host(call: CollectiveCall, op: ReduceOp, value: Any, axis: Any) -> Any:
-    """Reduce a nest over replicas, and over `axis` where given, to host memory. **Collective**."""
+    """Reduce a nest over replicas, and over `axis` if given, to host memory. **Collective**."""
     components = _Components(call.kind, op, value)
     for position, mirrored in components.mirrored.items():
         components.mirrored[position] = _reduce_locally(call.kind, op, mirrored, axis)
@@ -221,7 +221,7 @@ def reduce_pairs(
     reduced = iter(all_reduce_nest(call, op, together))
     results, layout = [], context.layout_of(strategy)
     for each, task, where in zip(components, one_task, places, strict=True):
-        # In the order of the pairs, which all ranks share: each of these is a collective.
+        # Each of these is a collective. All ranks have the pairs in the same order.
         rest = next(reduced) if task is None else _reduce_to_task(call, op, each.rest, task, layout)
         if task is None or task == layout.rank:
             results.append(_delivered(each.joined(rest), where))
@@ -235,8 +235,8 @@ def _reduce_to_task(
 ) -> Any:
     leaves, structure = nests.flatten(nest)
     if any(isinstance(leaf, IndexedSlices) for leaf in leaves):
-        # Ranks have different numbers of rows, which a reduction to one rank cannot take. All get
-        # the result, and those that are not asked for it drop it.
+        # The ranks have different numbers of rows, which a reduction to one rank does not support.
+        # So all ranks get the result, and all but one drop it.
         return all_reduce_nest(call, op, nest)
     arrays = leaf_arrays(call, leaves, structure)
     reduced = call.reduce(op, arrays, layout.replica_of(task), nests.signature(structure))
@@ -256,9 +256,9 @@ def _placed(leaf: Any, device: Device) -> Any:
 
 
 def _reduce_locally(kind: str, op: ReduceOp, value: Any, axis: Any) -> Any:
-    """Reduce a value that is the same on all replicas, which is exact."""
+    """Reduce a value that is the same on all replicas, which gives the exact result."""
     array = as_array(kind, value)
-    # For its error: a value that is not sent is refused like one that is.
+    # Called for its error: a value that is not sent must raise like one that is.
     wire_dtype(op, array.dtype)
     if axis is not None:
         along = normalize_axes(kind, axis, array.shape)

@@ -1,4 +1,4 @@
-"""Device selection, and what may be done with device memory."""
+"""Selection of devices, and of the ways to communicate from device memory."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ class Offer:
     """The GPUs that a rank could take."""
 
     gpus: tuple[str, ...]
-    """Identity of each GPU that it sees, in the order of their numbers."""
+    """Identity of each GPU that the rank sees, in the order of their numbers."""
     is_near: tuple[bool, ...]
-    """Whether each is nearest to the cores of this rank; all of them where nobody tells."""
+    """Whether each is nearest to the cores of this rank; true for all if that is unknown."""
     preferred: int
-    """Number of the one that it would take if it were asked alone."""
+    """Number of the GPU that the rank would choose without regard to the others."""
     is_fixed: bool = False
-    """Whether it must be that one: the user has named it."""
+    """Whether the rank must get that GPU, because the user has named it."""
 
 
 def prepare_device(device: str) -> None:
-    """Make the GPU that this rank will probably get the current one, before MPI starts."""
-    # MPI libraries that take device memory may bind to the GPU that is current in MPI_Init. Where
-    # the launcher does not say which task of the node this is, or MPI runs, nothing happens; nor
-    # for a bad argument, which is reported once the ranks can agree on it.
+    """Select the GPU that this rank will probably get, before MPI starts."""
+    # MPI libraries that accept device memory may bind to the GPU that is current in MPI_Init. This
+    # does nothing if the launcher does not say which task of the node this is, or if MPI already
+    # runs. A bad argument is reported later, when the ranks can agree on it.
     local_task = find_launcher().local_task
     if is_started() or local_task is None:
         return
@@ -50,7 +50,7 @@ def prepare_device(device: str) -> None:
 
 
 def make_offer(device: str, local_rank: int) -> Offer | None:
-    """Return the GPUs that this rank could take, ``None`` where it computes on the host."""
+    """Return the GPUs that this rank could take, ``None`` if it computes on the host."""
     found = Device.resolve(device, local_rank)
     if found.kind != "gpu":
         return None
@@ -58,7 +58,7 @@ def make_offer(device: str, local_rank: int) -> Offer | None:
     own = own_cores()
     near = [cores_near_pci(each.pci_address()) for each in devices]
     is_near = [bool(cores) and own <= cores for cores in near]
-    # A rank that is not bound may run on cores of all sockets, so no GPU is near to all of them.
+    # A rank that is not bound may run on cores of all sockets, so no GPU is near all of them.
     if not any(is_near):
         is_near = [True] * len(devices)
     is_fixed = Device.parse(device)[1] is not None
@@ -73,7 +73,7 @@ def make_offer(device: str, local_rank: int) -> Offer | None:
 
 def choose_gpus(offers: Sequence[Offer | None]) -> list[int | None]:
     """Return for each rank of one node the number of its GPU, ``None`` for the host."""
-    # No two get the same GPU where that is possible, and as many as possible get one that is near.
+    # No two ranks get the same GPU if that is possible, and as many as possible get a near one.
     ranks = [rank for rank, offer in enumerate(offers) if offer is not None]
     chosen: dict[int, str] = {}
     owners: dict[str, int] = {}
@@ -82,8 +82,8 @@ def choose_gpus(offers: Sequence[Offer | None]) -> list[int | None]:
         if offer is not None and offer.is_fixed:
             chosen[rank] = offer.gpus[offer.preferred]
     named = set(chosen.values())
-    # The second pass adds ranks that found no near GPU. It may move the others to a different GPU,
-    # but a rank that has one keeps one.
+    # The second pass adds ranks that found no near GPU. It may move other ranks to a different GPU,
+    # but no rank that has a GPU loses it.
     for only_near in (True, False):
         wishes = {
             rank: [gpu for gpu in _wishes(offer, only_near) if gpu not in named]
@@ -105,7 +105,7 @@ def _index(offer: Offer, gpu: str | None) -> int:
 
 
 def _wishes(offer: Offer, only_near: bool) -> list[str]:
-    """Return the GPUs that a rank would take, the best first."""
+    """Return the GPUs that a rank would accept, the best first."""
     count = len(offer.gpus)
     order = [(offer.preferred + step) % count for step in range(count)]
     order.sort(key=lambda index: not offer.is_near[index])
@@ -115,8 +115,8 @@ def _wishes(offer: Offer, only_near: bool) -> list[str]:
 def _find_gpu(
     rank: int, wishes: Mapping[int, Sequence[str]], owners: dict[str, int], seen: set[str]
 ) -> bool:
-    """Give `rank` a GPU, and its owner another one if need be; return whether that worked."""
-    # This is the augmenting path of a matching in a bipartite graph.
+    """Assign a GPU to `rank`, moving its owner to a different one if needed; return success."""
+    # This is an augmenting path of a matching in a bipartite graph.
     for gpu in wishes[rank]:
         if gpu not in owners:
             owners[gpu] = rank
@@ -160,7 +160,7 @@ def ranks_on_one_gpu(
 
 
 def _ranks_on_one_gpu(gpus: Iterable[tuple[int, str]]) -> list[int]:
-    """Return the first ranks that share a GPU, of pairs of rank and GPU."""
+    """Return the first ranks that share a GPU, from pairs of rank and GPU."""
     owners = ranks_by_value(gpus).values()
     return next((ranks for ranks in owners if len(ranks) > 1), [])
 
@@ -187,7 +187,7 @@ _logger = logging.getLogger("mpistrat")
 
 @dataclass(frozen=True)
 class Gpu:
-    """What a rank says of its GPU."""
+    """Description of a rank's GPU for the other ranks."""
 
     identity: str
     """The same on all ranks that compute on it, and on no others."""
@@ -199,9 +199,9 @@ class Gpu:
 def open_device_capabilities(
     world: World, device: Device, override: bool | None
 ) -> DeviceCapabilities:
-    """Return what can be done with the device memory of the ranks of `world`. **Collective**."""
-    # Where all ranks have GPUs, the first call takes some seconds: CUDA-awareness is tried, and
-    # NCCL is started.
+    """Return the capabilities of MPI and NCCL for device memory in `world`. **Collective**."""
+    # If all ranks have GPUs, the first call takes some seconds: it tests for CUDA-awareness and
+    # starts NCCL.
     gpus: list[Gpu | None] = world.comm.allgather(_describe(device))
     hosts = [rank for rank, gpu in enumerate(gpus) if gpu is None]
     if len(hosts) == world.size:
@@ -218,7 +218,7 @@ def open_device_capabilities(
 
 
 def why_not_mpi(awareness: CudaAwareness) -> str:
-    """Return why MPI may not be given device memory, empty where it may."""
+    """Return why device memory may not be passed to MPI; empty if it may."""
     from mpistrat.cuda_awareness import Answer  # most jobs have no GPU
 
     if awareness.answer is Answer.PROVED:
@@ -229,7 +229,7 @@ def why_not_mpi(awareness: CudaAwareness) -> str:
 
 
 def why_not_nccl(gpus: Sequence[Gpu]) -> str:
-    """Return why ranks with these GPUs cannot use NCCL together, empty where they can."""
+    """Return why ranks with these GPUs cannot use NCCL together; empty if they can."""
     for rank, gpu in enumerate(gpus):
         if gpu.why_not_nccl:
             return f"rank {rank} has no NCCL: {gpu.why_not_nccl}"
@@ -242,19 +242,19 @@ def why_not_nccl(gpus: Sequence[Gpu]) -> str:
 
 
 def _open_nccl(world: World, device: Device, gpus: list[Gpu]) -> tuple[NcclLink | None, str]:
-    """Return NCCL's link between all ranks, or why there is none. **Collective**."""
+    """Return the NCCL link between all ranks, or why there is none. **Collective**."""
     why_not = why_not_nccl(gpus)
     if why_not:
         return None, why_not
-    # All ranks have decided from the same list: NCCL would wait forever for one that does not
-    # connect.
+    # All ranks have decided from the same list, because NCCL would wait forever for a rank that
+    # does not connect.
     key = f"NCCL between {gpus}"
     link: NcclLink | str = attached(world.comm, key, lambda: NcclLink.connect(world.comm, device))
     return (None, link) if isinstance(link, str) else (link, "")
 
 
 def _describe(device: Device) -> Gpu | None:
-    """Return what this rank says of its GPU, ``None`` without one. Raises nothing."""
+    """Return the description of this rank's GPU, ``None`` without one. Raises nothing."""
     if device.kind != "gpu":
         return None
     try:

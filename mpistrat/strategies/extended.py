@@ -1,4 +1,4 @@
-"""StrategyExtended, the interface for libraries: reduce to a place, update, broadcast."""
+"""StrategyExtended, the interface for libraries: reduce to a device, update, broadcast."""
 
 from __future__ import annotations
 
@@ -72,9 +72,9 @@ class StrategyExtended(ExtendedV1):
     Parameters
     ----------
     collectives : Collectives
-        How all ranks communicate; a world of one has its own.
+        The collectives of all ranks, or of a world with one rank.
     groups : RankGroups, optional
-        How the replicas do, and the ranks of one; by default each rank is a replica.
+        The collectives among replicas and within one. By default each rank is a replica.
 
     Examples
     --------
@@ -117,7 +117,7 @@ class StrategyExtended(ExtendedV1):
             self._replicas = groups.replicas
 
     def _take_over(self, other: StrategyExtended) -> None:
-        """Have the ranks of `other`: those that an elastic job has left."""
+        """Take over the ranks of `other`: the survivors of an elastic job."""
         replicas: Any = self._replica_set
         ranks = replicas.ranks
         ranks.take_over(other._replica_set.ranks)
@@ -126,8 +126,8 @@ class StrategyExtended(ExtendedV1):
         self._shards = self._groups.shards
 
     def _show(self, collectives: Collectives, layout: Layout) -> None:
-        """Take the collectives and the layout of the replica that runs, or of the rank."""
-        # Attributes, because every step of a program reads them.
+        """Store the collectives and the layout of the replica that runs, or of the rank."""
+        # Plain attributes, because every step of a program reads them.
         self._collectives = self._replicas = collectives
         self._layout = layout
 
@@ -147,7 +147,7 @@ class StrategyExtended(ExtendedV1):
         if self._is_default or self._collectives.is_closed:
             return
         context.require_cross_replica(self._container, "close")
-        logs.flush()  # while rank 0 is there to print for all
+        logs.flush()  # while rank 0 can still print for all
         error = RuntimeError(
             f"{self._container!r} was closed by close() and cannot be used any more. Close a "
             "strategy after its last use, or make another one."
@@ -157,7 +157,7 @@ class StrategyExtended(ExtendedV1):
         self._replica_set.close()
 
     def _require_scope(self, what: str) -> None:
-        """Make sure that `what` is called within `Strategy.scope` or `Strategy.run`."""
+        """Check that `what` is called within `Strategy.scope` or `Strategy.run`."""
         frame = context.current()
         if frame is None or context.is_default(frame.strategy):
             raise ContextError(
@@ -174,16 +174,28 @@ class StrategyExtended(ExtendedV1):
     ) -> Any:
         """Call `fn` once on each replica, in replica context: see `Strategy.run`.
 
-        **Collective**: every rank makes the call, but nothing is exchanged by it.
+        **Collective**: every rank makes the call, but it sends nothing.
+
+        Parameters
+        ----------
+        fn : callable
+            Called with this replica's component of every distributed value.
+        args, kwargs : sequence, mapping
+            Positional and keyword arguments of `fn`.
+
+        Returns
+        -------
+        nest
+            The result of `fn`, with a `PerReplica` for each array or number.
         """
-        # What `context.collective` does, without its call: programs take many short steps.
+        # Does the work of `context.collective` inline, because programs run many short steps.
         context.require_cross_replica(self._container, "run")
         ranks = self._collectives
         if ranks.is_elastic and ranks.needs_unit:
             return self._run_in_unit(fn, args, kwargs)
         ledger = ranks.channel.ledger
-        # Counted and not compared: `run` sends nothing. If a later collective differs, the report
-        # shows which rank is how many runs ahead.
+        # Runs are counted but not compared, because `run` sends nothing. If a later collective
+        # differs, the report shows how many runs each rank is ahead.
         ledger.runs += 1
         for each in (*args, *kwargs.values()) if kwargs else args:
             for batch in batches_of(each):
@@ -197,12 +209,12 @@ class StrategyExtended(ExtendedV1):
         return self.call_for_each_replica(fn, args, kwargs)
 
     def _run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return what `call_for_each_replica` does, once that is checked."""
+        """Return the result of `call_for_each_replica`, which has checked the call."""
         if not self._replica_set.is_one:
             return self._replica_set.call(fn, args, kwargs, self._new_frame)
         local_args = [localize(each) for each in args]
         local_kwargs = {name: localize(kwargs[name]) for name in kwargs}
-        # Not `with ReplicaContext(...)`, which would check again what was checked above.
+        # Not `with ReplicaContext(...)`, which would repeat the checks.
         replica = self._context_class(self._container)
         frame = context.Frame(context.Kind.REPLICA, self._container, replica)
         with context.entered(frame), span("run", "run"):
@@ -210,8 +222,8 @@ class StrategyExtended(ExtendedV1):
                 result = fn(*local_args, **local_kwargs)
             except BaseException as error:
                 channel = self._collectives.channel
-                # The other ranks will soon wait for this one in a collective. They learn why it
-                # does not arrive.
+                # The other ranks will soon wait for this one in a collective. This tells them why
+                # it does not arrive.
                 channel.note_failure(error, failure_site(error.__traceback__))
                 raise
         return self._merge(result)
@@ -224,7 +236,7 @@ class StrategyExtended(ExtendedV1):
     def _merge(self, result: Any) -> Any:
         return None if result is None else per_replica(result)
 
-    # Each of these calls itself once per replica if this rank has several, with `is_own`.
+    # If this rank has several replicas, each of these calls itself once per replica, with `is_own`.
 
     @context.collective("reduce")
     def _reduce(
@@ -235,7 +247,7 @@ class StrategyExtended(ExtendedV1):
             return self._replica_set.with_components(
                 "reduce", value, lambda own: self._reduce(reduce_op, own, axis, is_own=True)
             )[0]
-        # Before the call: reading the rows is a separate collective, and would be refused inside.
+        # Before the call: reading the rows is a separate collective, which would raise inside it.
         value = with_whole_values(reduce_op, value) if self._variable_partitioner else value
         with self._replicas.call("reduce") as call:
             return reduce_to_host(call, ReduceOp.parse(reduce_op), value, axis)
@@ -260,21 +272,26 @@ class StrategyExtended(ExtendedV1):
         destinations: Destination,
         options: CommunicationOptions | None = None,
     ) -> Any:
-        """Reduce `value` over replicas to the devices of `destinations`.
+        """Reduce `value` over replicas and place the result on the devices of `destinations`.
 
         **Collective**: every rank makes the call.
 
         Parameters
         ----------
         reduce_op : ReduceOp or str
+            The reduction, such as ``"sum"`` or ``"mean"``; the same on all ranks.
         value : PerReplica, Mirrored, array, number or IndexedSlices
+            The value to reduce. A plain array or number is this rank's component.
         destinations : Variable, distributed value, array or device string
-            A device string that names a task means that rank only; the others get ``None``.
+            Place of the result. If a device string names a task, only that rank gets the result;
+            the others get ``None``.
         options : CommunicationOptions, optional
+            Options for this call. Default: those of the strategy.
 
         Returns
         -------
-        Mirrored, or an array where `destinations` is a device string
+        Mirrored or array
+            An array if `destinations` is a device string.
         """
         return self._reduce_pairs("reduce_to", reduce_op, [(value, destinations)], options)[0]
 
@@ -285,7 +302,22 @@ class StrategyExtended(ExtendedV1):
         value_destination_pairs: Iterable[tuple[Any, Destination]],
         options: CommunicationOptions | None = None,
     ) -> list[Any]:
-        """Do `reduce_to` for each (value, destinations) pair, small ones in one. **Collective**."""
+        """Call `reduce_to` for each pair, with small values in one message. **Collective**.
+
+        Parameters
+        ----------
+        reduce_op : ReduceOp or str
+            The reduction, such as ``"sum"`` or ``"mean"``; the same on all ranks.
+        value_destination_pairs : iterable of tuple
+            Pairs (value, destinations) as for `reduce_to`; equally many on all ranks.
+        options : CommunicationOptions, optional
+            Options for this call. Default: those of the strategy.
+
+        Returns
+        -------
+        list
+            The result of each pair, as from `reduce_to`.
+        """
         return self._reduce_pairs("batch_reduce_to", reduce_op, value_destination_pairs, options)
 
     def _reduce_pairs(
@@ -323,28 +355,36 @@ class StrategyExtended(ExtendedV1):
     ) -> Any:
         """Call ``fn(var, *args, **kwargs)`` in update context, where writes are local.
 
-        **Collective**: every rank makes the call, and the ranks compare numbers and NumPy arrays
-        that it passes to a mirrored variable. Values that `fn` takes from elsewhere, and device
-        arrays, are not compared: `assert_replicas_agree` shows whether they were equal.
+        **Collective**: every rank makes the call. For a mirrored variable, the ranks compare the
+        numbers and NumPy arrays among the arguments. They do not compare device arrays, nor values
+        that `fn` gets from elsewhere: `assert_replicas_agree` shows whether those were equal.
 
         Parameters
         ----------
         var : Variable
+            A variable of this strategy.
         fn : callable
+            Called on each rank with `var` and the arguments.
         args, kwargs : sequence, mapping
-            `Mirrored` values arrive as this rank's component. Numbers and arrays must be the same
-            on every rank.
+            Further arguments of `fn`. A `Mirrored` value is passed as this rank's component.
+            Numbers and arrays must be the same on every rank.
         group : bool
             Whether to return the result merged, or a tuple with this rank's.
+
+        Returns
+        -------
+        nest or tuple
+            The result of `fn`, with arrays and numbers as distributed values; this rank's results
+            in a tuple if `group` is false.
 
         Raises
         ------
         ValueError
             If an argument holds a `PerReplica`.
         TypeError
-            If `var` is no variable.
+            If `var` is not a variable.
         CollectiveMismatchError
-            If numbers or arrays differ from rank to rank: reduce or broadcast them first.
+            If numbers or arrays differ between ranks: reduce or broadcast them first.
         ContextError
             Inside a replica function, or for a variable of another strategy.
         """
@@ -371,7 +411,7 @@ class StrategyExtended(ExtendedV1):
             return
         leaves, _ = nests.flatten((args, kwargs))
         if any(isinstance(leaf, PerReplica) for leaf in leaves):
-            return  # which is an error on its own
+            return  # `update` raises for it later
         plain = [np.asarray(leaf) for leaf in leaves if isinstance(leaf, _PLAIN)]
         plain = [each for each in plain if not each.dtype.hasobject]
         if plain:
@@ -382,19 +422,20 @@ class StrategyExtended(ExtendedV1):
     def gradient_buffers(self, variables: Sequence[Variable]) -> list[np.ndarray]:
         """Return memory for the gradients of this replica, one array for each of `variables`.
 
-        Under `CentralStorageStrategy` a gradient that `apply_gradients` gets in its buffer is not
-        copied; later calls with these variables give the same buffers. Under others they are plain
-        arrays. **Collective** the first time, then **Local**.
+        Under `CentralStorageStrategy`, `apply_gradients` does not copy a gradient that is in its
+        buffer, and later calls with these variables return the same buffers. Other strategies
+        return plain arrays. **Collective** the first time, then **Local**.
 
         Parameters
         ----------
         variables : sequence of Variable
+            Variables of this strategy; the same on all ranks.
 
         Returns
         -------
         list of array
-            On the host, of the variables' shapes and dtypes, writable. A step of an optimizer
-            leaves anything in them.
+            Writable host arrays with the shapes and dtypes of the variables. Their contents are
+            undefined after a step of an optimizer.
 
         Raises
         ------
@@ -407,27 +448,27 @@ class StrategyExtended(ExtendedV1):
 
     @context.collective("assert_replicas_agree")
     def assert_replicas_agree(self, variables: object) -> None:
-        """Make sure that mirrored variables still hold the same bytes on every rank.
+        """Check that mirrored variables still hold the same bytes on every rank.
 
-        **Collective**: every rank gives the same variables. The ranks compare one digest for
-        each variable, in one message of 16 bytes a variable; on a GPU the values travel to the
+        **Collective**: every rank passes the same variables. The ranks compare one digest per
+        variable, all in one message of 16 bytes per variable. Values on a GPU are copied to the
         host for that.
 
         Parameters
         ----------
         variables : Variable, model, optimizer, Checkpoint, or dicts, lists and tuples of them
             Objects are searched for variables: the children of optimizers, metrics and
-            checkpoints, and the attributes of others. Their SyncOnRead variables are left out.
+            checkpoints, and the attributes of others. SyncOnRead variables in them are skipped.
 
         Raises
         ------
         ReplicaDriftError
             On every rank, if a variable differs. It names the first one and the groups of ranks
-            that hold the same. The strategy stays usable.
+            whose values are equal. The strategy stays usable.
         ValueError
-            For a SyncOnRead variable that is given itself, and where there is no variable.
+            For a SyncOnRead variable that is passed directly, or if there is no variable.
         TypeError
-            For something that can hold no variable.
+            For an object that cannot hold variables.
         ContextError
             Inside a replica function, or for a variable of another strategy.
         """
@@ -444,20 +485,20 @@ class StrategyExtended(ExtendedV1):
         Parameters
         ----------
         path : path
-            A folder, which is made where it misses and gets ``flight.rank<R>.json``; or a file
+            A folder, which is created if missing, for a file ``flight.rank<R>.json``; or a file
             name with ``{rank}`` in it.
 
         Returns
         -------
         str
-            The file that this rank has written, complete and on disk.
+            Name of the file that this rank has written, complete and on disk.
 
         Raises
         ------
         ValueError
-            If `path` names one file: the ranks would overwrite each other's.
+            If `path` names a single file: the ranks would overwrite each other's.
         TypeError
-            If `path` is no path.
+            If `path` is not a path.
         OSError
             If the file cannot be written.
         """
@@ -476,14 +517,19 @@ class StrategyExtended(ExtendedV1):
     def colocate_vars_with(
         self, colocate_with_variable: Variable | tuple[str, ...]
     ) -> AbstractContextManager[None]:
-        """Make variables live where another one does, within the ``with`` block. Local.
+        """Place new variables on the devices of another one, in the ``with`` block. Local.
 
-        Every variable of a strategy lives on every replica, so this only checks its argument.
+        Every variable of a strategy is on every replica anyway, so this only checks its argument.
 
         Parameters
         ----------
-        colocate_with_variable : Variable
-            Of this strategy; or what `non_slot_devices` returns.
+        colocate_with_variable : Variable or tuple of str
+            A variable of this strategy, or the result of `non_slot_devices`.
+
+        Returns
+        -------
+        context manager
+            It has no effect.
 
         Raises
         ------
@@ -497,7 +543,7 @@ class StrategyExtended(ExtendedV1):
         return contextlib.nullcontext()
 
     def _check_locality(self, what: str, place: Any) -> None:
-        """Make sure that `place` is a variable of this strategy or its non-slot devices."""
+        """Check that `place` is a variable of this strategy or its non-slot devices."""
         if isinstance(place, Variable):
             is_ours = self.variable_created_in_scope(place)
         else:
@@ -509,21 +555,43 @@ class StrategyExtended(ExtendedV1):
             )
 
     def variable_created_in_scope(self, v: Variable) -> bool:
-        """Return whether the variable `v` belongs to this strategy. Local."""
+        """Return whether the variable `v` belongs to this strategy. Local.
+
+        Parameters
+        ----------
+        v : Variable
+            Any variable.
+
+        Returns
+        -------
+        bool
+            True if it was created in the scope of this strategy.
+        """
         return v.strategy is self._container
 
     def value_container(self, value: Any) -> Any:
-        """Return what `value` is a component of, itself where that no longer exists. Local."""
+        """Return the variable or distributed value that `value` is a component of. Local.
+
+        Parameters
+        ----------
+        value : object
+            A component, or any other object.
+
+        Returns
+        -------
+        Variable, DistributedValues or object
+            `value` itself if its container no longer exists.
+        """
         return container_of(value)
 
-    # Variables: what a strategy makes, and where they may be used
+    # Variables: which kinds a strategy creates, and in which contexts they may be used
 
     _is_remote = False
-    """Whether variables lie on other ranks, which this one asks by messages."""
+    """Whether other ranks store the variables, which this rank reaches by messages."""
     _placement: type[Whole] = Whole
-    """Of mirrored variables that are neither cut nor counters."""
+    """Placement of mirrored variables that are neither cut nor counters."""
     _variable_partitioner: Callable[..., Any] | None = None
-    """What is asked into how many parts a variable is cut."""
+    """Function that says into how many parts a variable is cut."""
 
     def _kind_of_variable(self, initial: Any, on_read: bool) -> tuple[type[Variable], type[Whole]]:
         """Return the class and the placement of a new variable."""
@@ -533,35 +601,35 @@ class StrategyExtended(ExtendedV1):
             return ShardedVariable, Flat
         if initial.is_cut_by(self._variable_partitioner):
             return ShardedVariable, Rows
-        if initial.is_replicated:  # every rank changes it alike, without a message
+        if initial.is_replicated:  # every rank changes it in the same way, without a message
             return MirroredVariable, Whole
         is_split = initial.is_split and self._placement is Whole
         return MirroredVariable, Axis if is_split else self._placement
 
     def _note_variable(self, variable: Variable) -> None:
-        """Do what is needed for a variable that was made, or whose copy was."""
+        """Register a variable that was created or copied."""
         self._collectives.note_variable(variable)
 
     def _note_optimizer(self, optimizer: Any) -> None:
-        """Do what is needed for a new optimizer, which all ranks make."""
+        """Register a new optimizer, which all ranks create."""
         self._collectives.note_optimizer(optimizer)
 
     def _check_may_save(self, what: str) -> None:
-        """Refuse to save or restore on a rank that cannot."""
+        """Raise an error on a rank that cannot save or restore."""
 
     # Replicas of this rank: see `ReplicaSet`
 
     @property
     def local_replica_ids(self) -> range:
-        """The numbers of the replicas of this rank. Local."""
+        """Numbers of the replicas of this rank. Local."""
         return self._layout.local_replicas
 
     def _make_together(self, make: Callable[[], Any], name: str | None, modes: str) -> Any:
-        """Return the variable called `name` that the replicas of this rank make."""
+        """Return the variable called `name` that the replicas of this rank create together."""
         what = f"Variable of {name!r}{modes}"
         return self._replica_set.make_together(self._container, make, what)
 
-    # What the methods of `Strategy` about data sets do
+    # Implementation of the methods of `Strategy` that distribute datasets
 
     @context.collective("experimental_distribute_dataset")
     def _distribute_dataset(
@@ -578,7 +646,7 @@ class StrategyExtended(ExtendedV1):
     def _distribute_from_function(
         self, dataset_fn: Callable[[InputContext], Dataset], options: InputOptions | None
     ) -> DistributedDataset:
-        """Make one distributed data set of each rank's own. **Collective**."""
+        """Join the datasets of the ranks to one distributed dataset. **Collective**."""
         from mpistrat.data.distribute import distribute_from_function
 
         return self._distributed(
@@ -588,7 +656,7 @@ class StrategyExtended(ExtendedV1):
         )
 
     def _distributed(self, distribute: Callable[[], DistributedDataset]) -> DistributedDataset:
-        """Return what `distribute` returns for the replicas of this rank, joined."""
+        """Return the joined results of `distribute` for the replicas of this rank."""
         replicas = self._replica_set
         return self._owned(replicas.joined_datasets(replicas.each(distribute)))
 

@@ -1,4 +1,4 @@
-"""Version 1 of tf.distribute: methods of StrategyExtended, and a strategy that refuses."""
+"""Version 1 of tf.distribute: methods of StrategyExtended, and a strategy that always raises."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class MultiStepContext:
     Parameters
     ----------
     strategy : Strategy
-        Whose steps they are.
+        Strategy that runs the steps.
     initial_outputs : dict, optional
         Outputs before the first step, by name.
 
@@ -53,27 +53,29 @@ class MultiStepContext:
 
     @property
     def last_step_outputs(self) -> dict[str, Any]:
-        """What `set_last_step_output` was given in the last step, by name. Local."""
+        """Outputs that the last step passed to `set_last_step_output`, by name. Local."""
         return self._last_step_outputs
 
     @property
     def non_tensor_outputs(self) -> dict[str, Any]:
-        """What `set_non_tensor_output` was given, by name. Local."""
+        """Outputs that were passed to `set_non_tensor_output`, by name. Local."""
         return self._non_tensor_outputs
 
     def set_last_step_output(
         self, name: str, output: Any, reduce_op: ReduceOpLike | None = None
     ) -> None:
-        """Keep `output` as that of this step.
+        """Store `output` as this step's output of that name.
 
-        **Collective** where `reduce_op` is given, else local.
+        **Collective** if `reduce_op` is given, else local.
 
         Parameters
         ----------
         name : str
+            Key of the output in `last_step_outputs`.
         output : nest
+            Arrays, numbers or distributed values if `reduce_op` is given; otherwise any object.
         reduce_op : ReduceOp or str, optional
-            How to reduce `output` over replicas. ``None`` keeps it as it is.
+            How to reduce `output` over replicas. ``None`` stores it unchanged.
 
         Raises
         ------
@@ -97,7 +99,15 @@ class MultiStepContext:
         )
 
     def set_non_tensor_output(self, name: str, output: Any) -> None:
-        """Keep `output`, any object, as it is. Local."""
+        """Store `output` unchanged. Local.
+
+        Parameters
+        ----------
+        name : str
+            Key of the output in `non_tensor_outputs`.
+        output : object
+            Any object.
+        """
         self._non_tensor_outputs[name] = output
 
 
@@ -107,28 +117,33 @@ class InputIterator:
     Parameters
     ----------
     dataset : iterable
-        A distributed data set, or a plain one under the default strategy.
+        A distributed dataset, or a plain one under the default strategy.
     """
 
     def __init__(self, dataset: Iterable[Any]) -> None:
         self._dataset = dataset
-        # Made by the first get_next, so that initialising a new iterator skips no pass.
+        # The first get_next creates it, so that initialising a new iterator skips no epoch.
         self._iterator: Any = None
 
     def __repr__(self) -> str:
         return f"<InputIterator of {self._dataset!r}>"
 
     def initialize(self) -> None:
-        """Start the next pass, or the first one. Local."""
+        """Start the next epoch, or the first one. Local."""
         self._iterator = None
 
     def get_next(self) -> Any:
         """Return the next element.
 
+        Returns
+        -------
+        nest
+            The element.
+
         Raises
         ------
         OutOfRangeError
-            Past the end.
+            At the end of the epoch.
         """
         element = self.get_next_as_optional()
         if not element.has_value():
@@ -136,7 +151,7 @@ class InputIterator:
         return element.get_value()
 
     def get_next_as_optional(self) -> Optional:
-        """Return an `Optional` with the next element, without one at the end of the pass."""
+        """Return an `Optional` with the next element, or an empty one at the end of the epoch."""
         from mpistrat.data.iterators import Optional
 
         if self._iterator is None:
@@ -152,17 +167,17 @@ class ExtendedV1(abc.ABC):
 
     _collectives: Collectives
     _layout: Layout
-    """Which replica and which shard of it this rank is."""
+    """The replica of this rank, and which shard of it this rank is."""
     _container: Any
 
     @property
     def device(self) -> Device:
-        """Where the replica of this rank computes. Local."""
+        """Device on which the replica of this rank computes. Local."""
         return self._collectives.device
 
     @property
     def xp(self) -> Any:
-        """The array namespace of the replica's device: NumPy's or CuPy's. Local."""
+        """Array namespace of the replica's device: NumPy's or CuPy's. Local."""
         return self.device.namespace()
 
     @property
@@ -172,18 +187,18 @@ class ExtendedV1(abc.ABC):
 
     @property
     def worker_devices(self) -> tuple[str, ...]:
-        """The device string of each rank's replica. Local."""
+        """Device string of each rank's replica. Local."""
         device_of = self._collectives.capabilities.device_of
         return tuple(device_of(rank).on_task(rank) for rank in range(self._layout.num_ranks))
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:
-        """The device strings where variables live: those of the replicas. Local."""
+        """Device strings of the variables: the devices of the replicas. Local."""
         return self.worker_devices
 
     @abc.abstractmethod
     def _check_locality(self, what: str, place: Any) -> None:
-        """Make sure that `place` is a variable of this strategy or its non-slot devices."""
+        """Check that `place` is a variable of this strategy or its non-slot devices."""
 
     @property
     def experimental_between_graph(self) -> bool:
@@ -206,14 +221,20 @@ class ExtendedV1(abc.ABC):
         return self._layout.rank == 0
 
     def experimental_make_numpy_dataset(self, numpy_input: Any, session: None = None) -> Dataset:
-        """Return a data set of the examples along the first axis of a nest of arrays. Local.
+        """Return a dataset of the examples along the first axis of a nest of arrays. Local.
 
         Parameters
         ----------
         numpy_input : nest of numpy.ndarray
-            A list of arrays is stacked to one array, as tf.data does.
+            Arrays of equal length along axis 0. A list of arrays is stacked to one array, as in
+            tf.data.
         session : None
-            Of no meaning without graphs.
+            Must be ``None``: there are no sessions.
+
+        Returns
+        -------
+        Dataset
+            A dataset that is neither batched nor shuffled.
 
         Raises
         ------
@@ -240,20 +261,26 @@ class ExtendedV1(abc.ABC):
     def broadcast_to(
         self, array: npt.ArrayLike | Mirrored[Any], destinations: Destination
     ) -> Mirrored[Array]:
-        """Return rank 0's `array`, mirrored.
+        """Return rank 0's `array` as a `Mirrored` value.
 
         **Collective**: every rank makes the call, with an array of the same shape and dtype.
 
         Parameters
         ----------
         array : array or number
+            Rank 0's contents are sent; the others only have the same shape and dtype.
         destinations : Variable, distributed value, array or device string
-            A device string may not name one rank.
+            Place of the result. A device string may not name a single rank.
+
+        Returns
+        -------
+        Mirrored
+            Rank 0's array, on every rank.
 
         Raises
         ------
         TypeError, ValueError
-            For another value or destination.
+            If the value or the destination is of a different kind.
 
         Examples
         --------
@@ -292,19 +319,25 @@ class ExtendedV1(abc.ABC):
         Parameters
         ----------
         fn : callable
-            Leaves its outputs in the `MultiStepContext` that it is given.
-        iterator : iterator of a distributed data set
-            `inputs` is its next element.
+            Stores its outputs in the `MultiStepContext` that it gets.
+        iterator : iterator of a distributed dataset
+            Its next element is passed as `inputs`.
         iterations : int
+            Number of steps; not negative.
         initial_loop_values : dict, optional
             Outputs before the first step, by name.
+
+        Returns
+        -------
+        MultiStepContext
+            The outputs of the last step.
 
         Raises
         ------
         ValueError
             If `iterations` is negative.
         OutOfRangeError
-            If the data end before the steps do.
+            If the data end before the last step.
         """
         warn_deprecated("experimental_run_steps_on_iterator", "Use Strategy.run in a loop.")
         context.require_cross_replica(self._container, "experimental_run_steps_on_iterator")
@@ -317,9 +350,19 @@ class ExtendedV1(abc.ABC):
         return outputs
 
     def read_var(self, v: Variable) -> Array:
-        """Return the value of a variable over all replicas, as it is now.
+        """Return the current value of a variable over all replicas.
 
         **Collective** for a SyncOnRead variable, whose components it aggregates, else local.
+
+        Parameters
+        ----------
+        v : Variable
+            A variable of this strategy.
+
+        Returns
+        -------
+        array
+            The result of ``v.read_value()``.
 
         Examples
         --------
@@ -331,9 +374,19 @@ class ExtendedV1(abc.ABC):
         return v.read_value()
 
     def non_slot_devices(self, var_list: Sequence[Variable]) -> tuple[str, ...]:
-        """Return where variables live that belong to no other one: on every replica. Deprecated.
+        """Return the devices of variables that are not slots: those of every replica. Deprecated.
 
-        Local. `var_list` does not matter, because every variable is on every replica.
+        Local.
+
+        Parameters
+        ----------
+        var_list : sequence of Variable
+            Ignored, because every variable is on every replica.
+
+        Returns
+        -------
+        tuple of str
+            Device strings.
         """
         warn_deprecated("non_slot_devices", "Every variable lives on every replica.")
         return self.parameter_devices
@@ -348,22 +401,29 @@ class ExtendedV1(abc.ABC):
     ) -> Any:
         """Call ``fn(*args, **kwargs)`` in update context, where writes are local. Deprecated.
 
-        **Collective**: every rank makes the call, but nothing is exchanged by it.
+        **Collective**: every rank makes the call, but it sends nothing.
 
         Parameters
         ----------
-        colocate_with : tuple of str
-            What `non_slot_devices` returns; or a variable of this strategy.
+        colocate_with : tuple of str or Variable
+            The result of `non_slot_devices`, or a variable of this strategy.
         fn : callable
+            Called on each rank with the arguments.
         args, kwargs : sequence, mapping
-            `Mirrored` values arrive as this rank's component.
+            Arguments of `fn`. A `Mirrored` value is passed as this rank's component.
         group : bool
             Whether to return the result merged, or a tuple with this rank's.
+
+        Returns
+        -------
+        nest or tuple
+            The result of `fn`, with a `Mirrored` for each array or number; this rank's results in a
+            tuple if `group` is false.
 
         Raises
         ------
         ValueError
-            If an argument holds a `PerReplica`, or for another `colocate_with`.
+            If an argument holds a `PerReplica`, or for any other `colocate_with`.
         ContextError
             Inside a replica function.
         """
@@ -381,7 +441,7 @@ def _stacked(leaf: Any) -> Any:
 
 class _Refusing:
     def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):  # what Python itself asks for
+        if name.startswith("__"):  # Python itself looks these up
             raise AttributeError(name)
         self()
 
@@ -397,5 +457,5 @@ class _Refusing:
 
 
 ParameterServerStrategyV1 = _Refusing()
-"""The first version of TensorFlow's parameter server. Its attributes and calls raise
-`NotImplementedError`, which names the second version."""
+"""Placeholder for the first version of TensorFlow's parameter server. Its attributes and calls
+raise `NotImplementedError`, which names the second version."""

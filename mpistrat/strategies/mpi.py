@@ -61,39 +61,40 @@ class MPIStrategy(Strategy):
     Parameters
     ----------
     comm : mpi4py.MPI.Intracomm, optional
-        The ranks that take part; by default COMM_WORLD. A private duplicate is used.
+        Communicator of the ranks that take part. Default: COMM_WORLD. mpistrat uses a private
+        duplicate.
     device : str
-        Where the replica of this rank computes: ``"auto"`` (its own GPU where cupy sees one,
-        the nearest that is free; else the host), ``"cpu"``, ``"gpu"`` or ``"gpu:K"``. ``"cuda"``
-        means ``"gpu"``.
+        Device of this rank's replica: ``"auto"``, ``"cpu"``, ``"gpu"`` or ``"gpu:K"``. With
+        ``"auto"`` the rank gets its own GPU, the nearest free one that CuPy sees, or else the host.
+        ``"cuda"`` means ``"gpu"``.
     communication_options : CommunicationOptions, optional
-        For every collective that is given no others.
+        Options of every collective that gets none of its own.
     variable_partitioner : callable or "ranks", optional
-        Called with shape and dtype of each mirrored variable that has axes, as those of
+        Called with shape and dtype of each mirrored variable that has axes, like the functions of
         `mpistrat.partitioners`. If it wants several parts, an `ms.ShardedVariable` is created.
         ``"ranks"`` cuts the first axis into one part per rank.
     ranks_per_replica : int
-        How many consecutive ranks compute one replica together: model parallelism. It divides the
-        number of ranks, and rank = replica x `ranks_per_replica` + shard. See
+        Number of consecutive ranks that compute one replica together (model parallelism). It must
+        divide the number of ranks: rank = replica x `ranks_per_replica` + shard. See
         `ReplicaContext.shards`, and the argument `split_axis` of `Variable`.
     num_replicas : int, optional
-        How many replicas there are, of which each rank runs its share, one after the other; at
-        least as many as ranks. Results are then the same bits on any number of ranks. By default
-        each rank has one.
+        Number of replicas, at least the number of ranks. Each rank runs its share, one replica
+        after the other, and results have the same bits on any number of ranks. By default each rank
+        has one replica.
     elastic : bool
-        Whether the job continues when the process of a rank dies: the others repeat the call in
-        which that happened, and compute the replicas of the lost one. Needs `num_replicas`, and for
+        Whether the job continues when the process of a rank dies. The other ranks then repeat the
+        interrupted call, and compute the replicas of the lost rank. Needs `num_replicas`, and for
         several ranks Open MPI's ``mpiexec --with-ft ulfm``.
 
     Raises
     ------
     LaunchError
-        If the launcher started more tasks than MPI sees, a GPU is missing, two ranks would compute
-        on one GPU, or ranks run different versions of the package.
+        If the launcher started more tasks than MPI sees, a GPU is missing, two ranks would use the
+        same GPU, or ranks run different versions of the package.
     TypeError, ValueError
         For a bad argument or setting, on every rank.
     NotImplementedError
-        For a `variable_partitioner` where a replica spans several ranks.
+        For a `variable_partitioner` if a replica spans several ranks.
 
     Examples
     --------
@@ -126,7 +127,7 @@ class MPIStrategy(Strategy):
     >>> twos = strategy.experimental_distribute_values_from_function(lambda context: 2)
     >>> batches = strategy.experimental_distribute_dataset(ms.data.Dataset.range(8).batch(4))
 
-    Collectives outside of `run` take this rank's value:
+    Collectives outside `run` are called with this rank's value:
 
     >>> bool((strategy.all_reduce("mean", ones) == strategy.broadcast(ones)).all())
     True
@@ -137,7 +138,7 @@ class MPIStrategy(Strategy):
     >>> strategy.experimental_make_numpy_dataset(np.zeros((5, 2))).cardinality()
     5
 
-    Objects travel as pickle:
+    Python objects are sent as pickle:
 
     >>> strategy.broadcast_object({"seed": 7})
     {'seed': 7}
@@ -170,7 +171,7 @@ class MPIStrategy(Strategy):
             as_bool("elastic", elastic),
         )
         if elastic:
-            from mpistrat.elastic.job import job  # most programs want none
+            from mpistrat.elastic.job import job  # most programs do not need it
 
             job.open(self, comm, num_replicas, self._connect)
         else:
@@ -183,9 +184,9 @@ class MPIStrategy(Strategy):
             self._open(comm, *self._arguments)
 
     def _reopen(self, comm: MPI.Intracomm) -> None:
-        """Have the ranks of `comm`: those that are left. **Collective**."""
+        """Continue with the ranks of `comm`, which are the survivors. **Collective**."""
         fresh: MPIStrategy = object.__new__(type(self))
-        # By the new rank on its node it would get another GPU, without its variables.
+        # Chosen by its new rank on the node, it would get a different GPU, without its variables.
         own, device = self.extended.device, self._arguments[0]
         device = f"gpu:{own.index}" if own.kind == "gpu" else device
         fresh._arguments = (device, *self._arguments[1:])
@@ -241,7 +242,7 @@ class MPIStrategy(Strategy):
                 chosen.flight_length,
             )
             if chosen.timeline is not None:
-                from mpistrat.tracing import trace  # most jobs want none
+                from mpistrat.tracing import trace  # most jobs do not need it
 
                 trace.start(chosen.timeline, world_ranks(comm)[comm.rank], world_size())
             if chosen.fault:
@@ -253,7 +254,7 @@ class MPIStrategy(Strategy):
             self._check_world(world)
             offer = make_offer(device, world.local_rank)
             if offer is None:
-                # Ranks with a GPU check theirs later, when they know what all ranks can do
+                # Ranks with a GPU check their options later, when they know what all ranks can do
                 # together.
                 check_options(options, DeviceCapabilities(Device("cpu")))
         capabilities = _open_devices(channel, world, offer, chosen)
@@ -268,7 +269,7 @@ class MPIStrategy(Strategy):
         if comm.size > 1:
             _warn_of_missing_kernels()
         kind_of_ranks = Collectives
-        if elastic:  # most programs want none of it
+        if elastic:  # most programs do not need it
             from mpistrat.elastic.job import ElasticCollectives
 
             kind_of_ranks = ElasticCollectives
@@ -296,11 +297,11 @@ class MPIStrategy(Strategy):
         )
 
     def _check_world(self, world: World) -> None:
-        """Refuse ranks on which the strategy cannot run."""
+        """Raise an error if the strategy cannot run on these ranks."""
 
     @property
     def cluster_resolver(self) -> ClusterResolver:
-        """Where this rank stands in the cluster. Local."""
+        """Position of this rank in the cluster. Local."""
         return self._cluster_resolver
 
     def __repr__(self) -> str:
@@ -332,7 +333,7 @@ def _as_partitioner(
 
 
 def _check_is_alone(layout: Layout, variable_partitioner: object) -> None:
-    """Refuse what divides anything over ranks, beside ``num_replicas=``."""
+    """Raise an error for arguments besides ``num_replicas=`` that divide anything over ranks."""
     if layout.ranks_per_replica > 1 or variable_partitioner is not None:
         raise NotImplementedError(
             "num_replicas beside ranks_per_replica or a variable_partitioner: what these divide "
@@ -343,10 +344,10 @@ def _check_is_alone(layout: Layout, variable_partitioner: object) -> None:
 def _open_devices(
     channel: Channel, world: World, offer: Offer | None, chosen: Settings
 ) -> DeviceCapabilities:
-    """Choose a device for each rank, and return what can be done with them. **Collective**."""
+    """Choose a device for each rank, and return their capabilities. **Collective**."""
     offers: list[Offer | None] = world.comm.allgather(offer)
-    # Equal on all ranks, which have the offers of all: a rank without a GPU must take part in the
-    # collectives below if any rank has one.
+    # Every rank has all offers, so all decide the same: a rank without a GPU must take part in the
+    # collectives below if any rank has a GPU.
     if not any(offers):
         return DeviceCapabilities(Device("cpu"))
     with AllOrNone(channel, "MPIStrategy"):

@@ -36,12 +36,13 @@ if TYPE_CHECKING:
 
 
 class DefaultReplicaContext(ReplicaContext):
-    """The replica context outside every scope, where values of other strategies may stray.
+    """The replica context outside every scope.
 
-    Its collectives warn where `strategy.run` was probably forgotten.
+    Values of other strategies may get here by mistake, so its collectives warn if the program
+    probably lacks a `strategy.run`.
     """
 
-    # Only here, because each look into the value would make the calls inside of `run` slower.
+    # Only here, because looking into each value would slow down the calls inside `run`.
 
     def all_reduce(self, reduce_op: Any, value: Any, options: Any = None, out: Any = None) -> Any:
         """Reduce `value` over one replica."""
@@ -111,7 +112,7 @@ def _refuse_per_replica(kind: str, value: Any) -> None:
 
 
 class DefaultExtended(StrategyExtended):
-    """Leaves values, variables and data sets as they are."""
+    """Leaves values, variables and datasets unchanged."""
 
     _is_default = True
     _distributes_variables = False
@@ -127,7 +128,7 @@ class DefaultExtended(StrategyExtended):
     def _reduce(
         self, reduce_op: ReduceOpLike, value: Any, axis: Any = None, is_own: bool = False
     ) -> Any:
-        """Return `value` as it is; with an axis, reduce it along that."""
+        """Return `value` unchanged; reduce it along `axis` if that is given."""
         if axis is None:
             ReduceOp.parse(reduce_op)
             return value
@@ -141,16 +142,16 @@ class DefaultExtended(StrategyExtended):
         options: CommunicationOptions | None,
         is_own: bool = False,
     ) -> list[Any]:
-        """Return the values, not wrapped, once operation and destinations are checked."""
+        """Check the operation and destinations, and return the values without a wrapper."""
         reduced = super()._reduce_pairs(kind, reduce_op, pairs, options)
         return [unwrap_mirrored(each) for each in reduced]
 
     def broadcast_to(self, array: Any, destinations: Any) -> Any:
-        """Return `array`, not wrapped, once `destinations` is checked."""
+        """Check `destinations`, and return `array` without a wrapper."""
         return unwrap_mirrored(super().broadcast_to(array, destinations))
 
     def _require_scope(self, what: str) -> None:
-        """Make sure that `what` is called outside the scopes of other strategies."""
+        """Check that `what` is called outside the scopes of other strategies."""
         context.mode_for(self._container, what)
 
     def non_slot_devices(self, var_list: Sequence[Variable]) -> Any:
@@ -164,18 +165,18 @@ class DefaultExtended(StrategyExtended):
 
     @context.collective("experimental_distribute_dataset")
     def _distribute_dataset(self, dataset: Dataset, options: InputOptions | None) -> Any:
-        """Return `dataset` as it is."""
+        """Return `dataset` unchanged."""
         return dataset
 
     @context.collective("distribute_datasets_from_function")
     def _distribute_from_function(
         self, dataset_fn: Callable[[InputContext], Dataset], options: InputOptions | None
     ) -> Any:
-        """Return ``dataset_fn(InputContext())`` as it is."""
+        """Return ``dataset_fn(InputContext())`` unchanged."""
         return dataset_fn(InputContext())
 
     def _values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
-        """Return ``value_fn(ValueContext())`` as it is."""
+        """Return ``value_fn(ValueContext())`` unchanged."""
         return value_fn(ValueContext())
 
     def variable_created_in_scope(self, v: Variable) -> bool:
@@ -188,7 +189,7 @@ class DefaultExtended(StrategyExtended):
 
     @property
     def worker_devices(self) -> tuple[str, ...]:
-        """Not known to the default strategy."""
+        """Raise an error: the default strategy does not know its devices."""
         raise ContextError(
             "The default strategy has no worker devices. Enter the scope of an MPIStrategy or a "
             "OneDeviceStrategy first."
@@ -196,10 +197,10 @@ class DefaultExtended(StrategyExtended):
 
 
 class DefaultStrategy(Strategy):
-    """The only strategy outside every scope. Got by `mpistrat.get_strategy()`, never made."""
+    """The strategy outside every scope. `mpistrat.get_strategy()` returns the only instance."""
 
     def __init__(self) -> None:
-        # Its cache is still empty while `default_strategy` makes the only one.
+        # The cache of `default_strategy` is empty only while it creates the single instance.
         if default_strategy.cache_info().currsize:
             raise RuntimeError(
                 "There is one default strategy: ask mpistrat.get_strategy() for it outside every "
@@ -232,16 +233,18 @@ class OneDeviceStrategy(Strategy):
     Parameters
     ----------
     device : str
-        ``"cpu:0"``, ``"gpu:K"``, or a longer form such as ``"/device:CPU:0"``.
+        Device of the replica: ``"cpu:0"``, ``"gpu:K"``, or a longer form such as
+        ``"/device:CPU:0"``.
     num_replicas : int, optional
-        How many replicas to run, one after the other: the bits of an `MPIStrategy` with as many.
+        Number of replicas to run, one after the other. Results then have the same bits as under an
+        `MPIStrategy` with as many replicas.
 
     Raises
     ------
     TypeError, ValueError
         For an unknown device.
     LaunchError
-        If the GPU asked for is not there.
+        If the requested GPU does not exist.
 
     Examples
     --------
@@ -267,7 +270,7 @@ class OneDeviceStrategy(Strategy):
 
     @property
     def cluster_resolver(self) -> ClusterResolver:
-        """The facts about a world of one. Local."""
+        """Facts about a job with one rank. Local."""
         launcher = find_launcher()
         host = launcher.node_name or platform.node()
         return ClusterResolver(0, 1, 0, (host,), launcher.name)

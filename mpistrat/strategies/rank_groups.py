@@ -20,16 +20,16 @@ from mpistrat.strategies.devices import open_device_capabilities
 
 @dataclasses.dataclass(frozen=True)
 class RankGroups:
-    """The groups that a rank is in, apart from that of all ranks."""
+    """The groups that a rank belongs to, besides the group of all ranks."""
 
     replicas: Collectives
-    """The ranks with this one's shard, one of each replica."""
+    """Collectives of the ranks with this rank's shard, one in each replica."""
     shards: Collectives
-    """The ranks of this one's replica."""
+    """Collectives of the ranks of this rank's replica."""
 
     @classmethod
     def of_one_rank(cls, ranks: Collectives) -> RankGroups:
-        """Return those where each rank is a replica."""
+        """Return the groups for a strategy in which each rank is a replica."""
         channel = GroupChannel(SoloTransport(), None, ranks.channel, [ranks.rank])
         return cls(ranks, _alone(channel, ranks.device, ranks.options))
 
@@ -51,15 +51,15 @@ def open_groups(ranks: Collectives) -> RankGroups:
     if layout.ranks_per_replica == 1:
         return RankGroups.of_one_rank(ranks)
     key = layout.ranks_per_replica
-    # All ranks open their group of replicas first. In different orders, two ranks would each wait
-    # in a group that the other has yet to open.
+    # All ranks open their group of replicas first. If the orders differed, two ranks could each
+    # wait in a group that the other has yet to open.
     replicas = open_group(ranks.channel, ("replicas", key), layout.ranks_of_shard(layout.shard))
     shards = open_group(ranks.channel, ("shards", key), layout.ranks_of_replica)
     return RankGroups(_collectives(replicas, ranks), _collectives(shards, ranks))
 
 
 def _collectives(channel: Channel, ranks: Collectives) -> Collectives:
-    """Return the collectives of a group of `ranks`. **Collective** there."""
+    """Return the collectives of a group of `ranks`. **Collective** over the group."""
     if channel.size == 1:
         return _alone(channel, ranks.device, ranks.options)
     chosen, transport = settings(), channel.transport
@@ -75,7 +75,7 @@ def _collectives(channel: Channel, ranks: Collectives) -> Collectives:
 
 def _alone(channel: Channel, device: Device, options: CommunicationOptions) -> Collectives:
     """Return the collectives of a group of one rank."""
-    # No other rank that NCCL or MPI could reach.
+    # There is no other rank that NCCL or MPI could reach.
     options = dataclasses.replace(options, implementation=CommunicationImplementation.AUTO)
     return Collectives(channel, DeviceCapabilities.solo(device), options, is_part=True)
 

@@ -54,13 +54,13 @@ _OF_GRAPHS = frozenset(
         *("make_input_fn_iterator", "unwrap", "update_config_proto"),
     }
 )
-"""What only programs of TensorFlow 1 need, which `dir` leaves out."""
+"""Names that only programs for TensorFlow 1 need. `dir` leaves them out."""
 
 
 class Strategy(Hinted):
     """State and computation distributed over replicas.
 
-    Make one of its subclasses: `MPIStrategy`, or `OneDeviceStrategy` for one replica without
+    Create one of its subclasses: `MPIStrategy`, or `OneDeviceStrategy` for one replica without
     MPI.
 
     Examples
@@ -75,7 +75,7 @@ class Strategy(Hinted):
 
     @property
     def extended(self) -> StrategyExtended:
-        """What algorithms need that know about distribution. Local."""
+        """The interface for libraries that handle distribution themselves. Local."""
         return self._extended
 
     @property
@@ -86,10 +86,10 @@ class Strategy(Hinted):
     def close(self) -> None:
         """Free communicators, descriptors, threads and shared memory that no other strategy uses.
 
-        **Collective**. Strategies on one communicator share these, and the last one frees them.
-        What needs the strategy afterwards raises `RuntimeError`; mirrored variables can still be
-        read. After a `CollectiveError` the end of the program frees them. A second call does
-        nothing.
+        **Collective**. Strategies on the same communicator share these resources; closing the last
+        strategy frees them. Using a closed strategy raises `RuntimeError`, but its mirrored
+        variables can still be read. After a `CollectiveError` the resources are freed when the
+        program ends. A second call does nothing.
         """
         context.note_closed(self)
         self._extended._close()
@@ -97,8 +97,13 @@ class Strategy(Hinted):
     def scope(self) -> contextlib.AbstractContextManager[Strategy]:
         """Make this strategy current, in cross-replica context, within the ``with`` block.
 
-        Variables made inside are distributed. A scope may be entered again, inside itself too.
-        **Local**: entering and leaving cost nothing and wait for nobody.
+        Variables created inside are distributed. A scope may be entered again, even inside itself.
+        **Local**: entering and leaving cost nothing and wait for no other rank.
+
+        Returns
+        -------
+        context manager
+            It returns this strategy to ``with ... as``.
 
         Raises
         ------
@@ -143,25 +148,27 @@ class Strategy(Hinted):
     ) -> Any:
         """Call `fn` once on each replica, in replica context.
 
-        **Collective**: every rank makes the call, but nothing is exchanged by it.
+        **Collective**: every rank makes the call, but `run` itself sends nothing.
 
         Parameters
         ----------
         fn : callable
             Called with this replica's component of every distributed value in `args` and
-            `kwargs`, nests included. Variables arrive as themselves.
+            `kwargs`, nests included. Variables are passed unchanged.
         args, kwargs : sequence, mapping
+            Positional and keyword arguments of `fn`; `args` is a list or tuple.
         options : RunOptions, optional
+            Accepted for compatibility with tf.distribute. Has no effect.
 
         Returns
         -------
         nest
-            What `fn` returns, with a `PerReplica` for each array or number.
+            The result of `fn`, with a `PerReplica` for each array or number.
 
         Raises
         ------
         ValueError
-            If `args` is neither a list nor a tuple, or `kwargs` no mapping.
+            If `args` is neither a list nor a tuple, or `kwargs` is not a mapping.
         ContextError
             Inside a replica function, or inside the scope of another strategy.
         """
@@ -210,7 +217,7 @@ class Strategy(Hinted):
     def reduce(
         self, reduce_op: ReduceOpLike, value: Any, axis: int | tuple[int, ...] | None = None
     ) -> Any:
-        """Reduce `value` over replicas, and over `axis` where given, to host memory.
+        """Reduce `value` over replicas, and over `axis` if given, to host memory.
 
         **Collective**: every rank makes the call, with the same reduction, axis, structure,
         dtypes and reduced shapes.
@@ -218,16 +225,17 @@ class Strategy(Hinted):
         Parameters
         ----------
         reduce_op : ReduceOp or str
+            The reduction, such as ``"sum"`` or ``"mean"``.
         value : nest of PerReplica, Mirrored, arrays or numbers
             A plain array or number is this rank's component.
         axis : int or tuple of int, optional
-            Axes of each component to reduce over too, typically the batch axis 0. Every element
-            counts alike, so a short last batch weighs right.
+            Axes of each component to reduce over as well, typically the batch axis 0. All elements
+            have equal weight, so a shorter last batch is averaged correctly.
 
         Returns
         -------
         nest of numpy.ndarray or NumPy scalars
-            The same on every rank. MEAN of integers is float64, else the dtype is kept.
+            The same on every rank. MEAN of integers is float64; otherwise the dtype is kept.
 
         Raises
         ------
@@ -252,9 +260,9 @@ class Strategy(Hinted):
         Parameters
         ----------
         value : PerReplica or array
-            Shapes may differ along `axis` only; its length may be 0.
+            Shapes may differ only along `axis`, where the length may be 0.
         axis : int
-            May be negative.
+            Axis to concatenate along. May be negative.
 
         Returns
         -------
@@ -267,7 +275,7 @@ class Strategy(Hinted):
             Inside a replica function: use `ReplicaContext.all_gather` there.
         ValueError
             On every rank, if the value is 0-d, the axis is out of range, or shapes differ
-            elsewhere.
+            along other axes.
         NotImplementedError
             For `IndexedSlices`.
         """
@@ -284,7 +292,18 @@ class Strategy(Hinted):
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]: ...
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """Return the components of `value` on this rank: a tuple with one element. Local."""
+        """Return the components of `value` on this rank. Local.
+
+        Parameters
+        ----------
+        value : distributed value, Variable or any other object
+            A value without components is returned as the only element.
+
+        Returns
+        -------
+        tuple
+            One component for each replica of this rank: one element by default.
+        """
         return self._extended._local_results(value)
 
     def experimental_distribute_dataset(
@@ -292,14 +311,26 @@ class Strategy(Hinted):
     ) -> DistributedDataset:
         """Return `dataset` with each global batch split over the replicas.
 
-        **Collective**.
+        **Collective**: see `distribute_dataset`, which is the same method.
+
+        Parameters
+        ----------
+        dataset : Dataset
+            A batched dataset, the same one on all ranks.
+        options : InputOptions, optional
+            Where batches are stored.
+
+        Returns
+        -------
+        DistributedDataset
+            Its iterators yield this rank's part of each global batch.
 
         Raises
         ------
         ValueError
-            If the data set was not batched.
+            If the dataset was not batched.
         DataError
-            On every rank, if its files do not fit.
+            On every rank, if its files do not match.
         """
         return self._extended._distribute_dataset(dataset, options)
 
@@ -308,9 +339,21 @@ class Strategy(Hinted):
         dataset_fn: Callable[[InputContext], Dataset],
         options: InputOptions | None = None,
     ) -> DistributedDataset:
-        """Return the data sets that `dataset_fn` makes on each rank, as one distributed one.
+        """Return one distributed dataset, joined from those that `dataset_fn` returns on each rank.
 
-        **Collective**. The data sets are batched per replica, and may differ in length.
+        **Collective**. The datasets are batched per replica, and may differ in length.
+
+        Parameters
+        ----------
+        dataset_fn : callable
+            Called with an `InputContext`. Returns the `Dataset` of this rank.
+        options : InputOptions, optional
+            Where batches are stored, and how often `dataset_fn` is called.
+
+        Returns
+        -------
+        DistributedDataset
+            Its iterators yield the batches of this rank's dataset.
         """
         return self._extended._distribute_from_function(dataset_fn, options)
 
@@ -327,29 +370,86 @@ class Strategy(Hinted):
     def experimental_distribute_values_from_function(
         self, value_fn: Callable[[ValueContext], Any]
     ) -> Any:
-        """Return ``value_fn(context)`` with each leaf of the nest as a `PerReplica`. Local."""
+        """Return ``value_fn(context)`` with each leaf of the nest as a `PerReplica`. Local.
+
+        Parameters
+        ----------
+        value_fn : callable
+            Called with a `ValueContext`, once for each replica of this rank.
+
+        Returns
+        -------
+        nest of PerReplica
+            The values that `value_fn` returned.
+        """
         return self._extended._values_from_function(value_fn)
 
-    # Names that are deprecated, and names that steer graphs and sessions.
+    # Names that are deprecated, and names that control graphs and sessions in TensorFlow 1.
 
     def unwrap(self, value: Any) -> tuple[Any, ...]:
-        """Return `experimental_local_results`. Deprecated. Local."""
+        """Return ``experimental_local_results(value)``. Deprecated. Local.
+
+        Parameters
+        ----------
+        value : distributed value, Variable or any other object
+            See `experimental_local_results`.
+
+        Returns
+        -------
+        tuple
+            The components of `value` on this rank.
+        """
         warn_deprecated("unwrap", "Use experimental_local_results.")
         return self.experimental_local_results(value)
 
     def experimental_make_numpy_dataset(self, numpy_input: Any, session: None = None) -> Dataset:
-        """Return a data set of the examples along the first axis of a nest of arrays. Local."""
+        """Return a dataset of the examples along the first axis of a nest of arrays. Local.
+
+        Parameters
+        ----------
+        numpy_input : nest of numpy.ndarray
+            Arrays of equal length along axis 0.
+        session : None
+            Must be ``None``: there are no sessions.
+
+        Returns
+        -------
+        Dataset
+            See `StrategyExtended.experimental_make_numpy_dataset`.
+        """
         return self.extended.experimental_make_numpy_dataset(numpy_input, session)
 
     def colocate_vars_with(
         self, colocate_with_variable: Variable | tuple[str, ...]
     ) -> contextlib.AbstractContextManager[None]:
-        """Return `StrategyExtended.colocate_vars_with`. Deprecated. Local."""
+        """Call `StrategyExtended.colocate_vars_with`. Deprecated. Local.
+
+        Parameters
+        ----------
+        colocate_with_variable : Variable or tuple of str
+            A variable of this strategy, or the result of `StrategyExtended.non_slot_devices`.
+
+        Returns
+        -------
+        context manager
+            It has no effect.
+        """
         warn_deprecated("Strategy.colocate_vars_with", "Use extended.colocate_vars_with.")
         return self.extended.colocate_vars_with(colocate_with_variable)
 
     def make_dataset_iterator(self, dataset: Dataset) -> InputIterator:
-        """Return an iterator over the distributed data set. Deprecated. **Collective**."""
+        """Return an iterator over the distributed dataset. Deprecated. **Collective**.
+
+        Parameters
+        ----------
+        dataset : Dataset
+            A batched dataset, the same one on all ranks.
+
+        Returns
+        -------
+        InputIterator
+            Iterator over ``experimental_distribute_dataset(dataset)``.
+        """
         warn_deprecated("make_dataset_iterator", "Use iter(experimental_distribute_dataset(...)).")
         context.require_cross_replica(self, "make_dataset_iterator")
         return InputIterator(self.experimental_distribute_dataset(dataset))
@@ -359,12 +459,24 @@ class Strategy(Hinted):
         input_fn: Callable[[InputContext], Dataset],
         replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER,
     ) -> InputIterator:
-        """Return an iterator over the data sets of `input_fn`. Deprecated. **Collective**.
+        """Return an iterator over the datasets of `input_fn`. Deprecated. **Collective**.
+
+        Parameters
+        ----------
+        input_fn : callable
+            Called with an `InputContext`. Returns the `Dataset` of this rank.
+        replication_mode : InputReplicationMode
+            Must be PER_WORKER.
+
+        Returns
+        -------
+        InputIterator
+            Iterator over ``distribute_datasets_from_function(input_fn)``.
 
         Raises
         ------
         ValueError
-            For another replication mode than PER_WORKER.
+            If the replication mode is not PER_WORKER.
         """
         warn_deprecated("make_input_fn_iterator", "Use distribute_datasets_from_function.")
         context.require_cross_replica(self, "make_input_fn_iterator")
@@ -381,6 +493,18 @@ class Strategy(Hinted):
         """Run `fn` on the next element of `input_iterator`. Deprecated.
 
         **Collective**: every rank makes the call.
+
+        Parameters
+        ----------
+        fn : callable
+            Called on each replica with the next element, or without arguments.
+        input_iterator : iterator, optional
+            Iterator of a distributed dataset.
+
+        Returns
+        -------
+        nest
+            The result of `run`.
         """
         warn_deprecated("experimental_run", "Use run(fn, args=(next(iterator),)).")
         context.require_cross_replica(self, "experimental_run")
@@ -391,7 +515,18 @@ class Strategy(Hinted):
         dataset_fn: Callable[[InputContext], Dataset],
         options: InputOptions | None = None,
     ) -> DistributedDataset:
-        """Return `distribute_datasets_from_function`. Deprecated. **Collective**."""
+        """Call `distribute_datasets_from_function`. Deprecated. **Collective**.
+
+        Parameters
+        ----------
+        dataset_fn, options : callable, InputOptions
+            As for `distribute_datasets_from_function`.
+
+        Returns
+        -------
+        DistributedDataset
+            The result of `distribute_datasets_from_function`.
+        """
         warn_deprecated(
             "experimental_distribute_datasets_from_function",
             "Use distribute_datasets_from_function.",
@@ -422,14 +557,27 @@ class Strategy(Hinted):
         """Return `dataset` with each global batch split over the replicas.
 
         **Collective**. The name in tf.distribute is ``experimental_distribute_dataset``. All ranks
-        pass the same dataset; the contents of arrays given to `Dataset.from_arrays` are compared.
+        pass the same dataset; mpistrat compares the contents of arrays passed to
+        `Dataset.from_arrays`.
+
+        Parameters
+        ----------
+        dataset : Dataset
+            A batched dataset, the same one on all ranks.
+        options : InputOptions, optional
+            Where batches are stored.
+
+        Returns
+        -------
+        DistributedDataset
+            Its iterators yield this rank's part of each global batch.
 
         Raises
         ------
         ValueError
             If the dataset was not batched.
         DataError
-            On every rank, if its files do not fit, or the datasets of the ranks differ.
+            On every rank, if its files do not match, or the datasets of the ranks differ.
         """
         return self._extended._distribute_dataset(dataset, options)
 
@@ -437,20 +585,45 @@ class Strategy(Hinted):
         """Return ``value_fn(context)`` with each leaf of the nest as a `PerReplica`. Local.
 
         The name in tf.distribute is ``experimental_distribute_values_from_function``.
+
+        Parameters
+        ----------
+        value_fn : callable
+            Called with a `ValueContext`, once for each replica of this rank.
+
+        Returns
+        -------
+        nest of PerReplica
+            The values that `value_fn` returned.
         """
         return self._extended._values_from_function(value_fn)
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
-        """Return the components of `value` on this rank: a tuple with one element. Local.
+        """Return the components of `value` on this rank. Local.
 
         The name in tf.distribute is ``experimental_local_results``.
+
+        Parameters
+        ----------
+        value : distributed value, Variable or any other object
+            A value without components is returned as the only element.
+
+        Returns
+        -------
+        tuple
+            One component for each replica of this rank: one element by default.
         """
         return self._extended._local_results(value)
 
     def assert_replicas_agree(self, variables: object) -> None:
-        """Make sure that mirrored variables still hold the same bytes on every rank.
+        """Check that mirrored variables still hold the same bytes on every rank.
 
         **Collective**: see `StrategyExtended.assert_replicas_agree`.
+
+        Parameters
+        ----------
+        variables : Variable, model, optimizer, Checkpoint, or dicts, lists and tuples of them
+            The variables to compare, or objects that contain them; the same on all ranks.
 
         Raises
         ------
@@ -462,21 +635,23 @@ class Strategy(Hinted):
     def all_reduce(
         self, reduce_op: ReduceOpLike, value: Any, options: CommunicationOptions | None = None
     ) -> Any:
-        """Reduce `value` over replicas, outside of `run`: see `ReplicaContext.all_reduce`.
+        """Reduce `value` over replicas, outside `run`: see `ReplicaContext.all_reduce`.
 
-        **Collective**. `Strategy.reduce` can reduce over axes too, and returns host arrays.
+        **Collective**. `Strategy.reduce` can also reduce over axes, and returns host arrays.
 
         Parameters
         ----------
         reduce_op : ReduceOp or str
+            The reduction, such as ``"sum"`` or ``"mean"``; the same on all ranks.
         value : nest of arrays, numbers, IndexedSlices or PerReplica
             The value of this rank's replica. With ``num_replicas=`` a `PerReplica`.
         options : CommunicationOptions, optional
+            Options for this call. Default: those of the strategy.
 
         Returns
         -------
         nest
-            As `value`, on the same device, equal on every rank.
+            The structure of `value`, on the same device, equal on every rank.
 
         Raises
         ------
@@ -492,9 +667,23 @@ class Strategy(Hinted):
         )[0]
 
     def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
-        """Concatenate `value` over replicas, outside of `run`: see `ReplicaContext.all_gather`.
+        """Concatenate `value` over replicas, outside `run`: see `ReplicaContext.all_gather`.
 
-        **Collective**; arguments and errors as of `all_reduce` and `gather`.
+        **Collective**; it raises the errors of `all_reduce` and `gather`.
+
+        Parameters
+        ----------
+        value : nest of arrays or PerReplica
+            The value of this rank's replica. Shapes may differ only along `axis`.
+        axis : int
+            Axis to concatenate along.
+        options : CommunicationOptions, optional
+            Options for this call. Default: those of the strategy.
+
+        Returns
+        -------
+        nest of arrays
+            The values in the order of the replicas, on the same device, equal on every rank.
         """
         return self._as_replicas(
             "all_gather", value, lambda group, own: group.all_gather(own, axis, options)
@@ -505,8 +694,21 @@ class Strategy(Hinted):
     ) -> Any:
         """Return the `value` of replica `root` on every rank: see `ReplicaContext.broadcast`.
 
-        **Collective**; the values of other replicas do not matter. For Python objects there is
-        `broadcast_object`.
+        **Collective**. For Python objects use `broadcast_object`.
+
+        Parameters
+        ----------
+        value : nest of arrays, numbers or PerReplica
+            The contents matter only for replica `root`.
+        root : int
+            Number of the replica that sends its value; the same on all ranks.
+        options : CommunicationOptions, optional
+            Options for this call. Default: those of the strategy.
+
+        Returns
+        -------
+        nest
+            The value of replica `root`.
         """
         return self._as_replicas(
             "broadcast", value, lambda group, own: group.broadcast(own, root, options)
@@ -517,8 +719,21 @@ class Strategy(Hinted):
     ) -> Any:
         """Return this replica's part of the `value` of replica `root`, cut along axis 0.
 
-        **Collective**: see `ReplicaContext.scatter`. With several replicas on a rank the result is
-        a `PerReplica`.
+        **Collective**: see `ReplicaContext.scatter`.
+
+        Parameters
+        ----------
+        value : nest of arrays or PerReplica
+            The contents matter only for replica `root`.
+        root : int
+            Number of the replica that sends its value; the same on all ranks.
+        options : CommunicationOptions, optional
+            Options for this call. Default: those of the strategy.
+
+        Returns
+        -------
+        nest
+            This replica's part. A `PerReplica` if a rank runs several replicas.
         """
         parts = self._as_replicas(
             "scatter", value, lambda group, own: group.scatter(own, root, options)
@@ -536,10 +751,16 @@ class Strategy(Hinted):
         )
         return results
 
-    # Names that steer graphs and sessions.
+    # Names that control graphs and sessions in TensorFlow 1.
 
     def group(self, value: object, name: str | None = None) -> None:
-        """Do nothing: `value` is already computed. A no-op by nature. Local."""
+        """Do nothing: `value` is already computed. A no-op by nature. Local.
+
+        Parameters
+        ----------
+        value, name : object, str
+            Accepted for compatibility with tf.distribute. They have no effect.
+        """
         return
 
     def configure(
@@ -549,11 +770,28 @@ class Strategy(Hinted):
         task_type: str | None = None,
         task_id: int | None = None,
     ) -> None:
-        """Do nothing: there are no sessions and no servers. A no-op by nature. Local."""
+        """Do nothing: there are no sessions and no servers. A no-op by nature. Local.
+
+        Parameters
+        ----------
+        session_config, cluster_spec, task_type, task_id : object
+            Accepted for compatibility with tf.distribute. They have no effect.
+        """
         return
 
     def update_config_proto(self, config_proto: Any) -> Any:
-        """Return a copy of `config_proto`: there are no sessions. A no-op by nature. Local."""
+        """Return a copy of `config_proto`: there are no sessions. A no-op by nature. Local.
+
+        Parameters
+        ----------
+        config_proto : object
+            A configuration for TensorFlow.
+
+        Returns
+        -------
+        object
+            An unchanged deep copy.
+        """
         return copy.deepcopy(config_proto)
 
     def __dir__(self) -> list[str]:
@@ -562,28 +800,29 @@ class Strategy(Hinted):
     def experimental_split_to_logical_devices(
         self, tensor: Any, partition_dimensions: Sequence[int]
     ) -> Any:
-        """Return this rank's block of a value that all ranks of the replica have. Local.
+        """Return this rank's block of a value that all ranks of the replica hold. Local.
 
         Parameters
         ----------
         tensor : array, PyTorch tensor or PerReplica
+            The whole value, the same on all ranks of the replica.
         partition_dimensions : sequence of int
-            Into how many blocks each axis is cut, as many numbers as there are axes. Their product
-            is the number of ranks of a replica, which take the blocks in C order.
+            Number of blocks along each axis. Their product must be the number of ranks per
+            replica. Ranks take the blocks in C order.
 
         Returns
         -------
         array or tensor
-            A view. Nothing is cut or moved without being asked for: what follows is up to the
-            program, as by `ReplicaContext.shards`.
+            A view. mpistrat does not split later computations by itself: the program
+            communicates, for instance with `ReplicaContext.shards`.
 
         Raises
         ------
         ValueError
-            For another number of axes, an axis whose length a number does not divide, or another
-            product.
+            If the number of axes differs, an axis cannot be divided evenly, or the product is not
+            the number of ranks per replica.
         TypeError
-            If a number is no integer.
+            If a number is not an integer.
 
         Examples
         --------
@@ -620,7 +859,19 @@ class Strategy(Hinted):
         return array[tuple(slice(int(i) * step, (int(i) + 1) * step) for i, step in places)]
 
     def experimental_assign_to_logical_device(self, tensor: T, logical_device_id: int) -> T:
-        """Return `tensor`: each rank computes what its program says. A no-op by nature. Local.
+        """Return `tensor` unchanged: each rank has its own code. A no-op by nature. Local.
+
+        Parameters
+        ----------
+        tensor : array, PyTorch tensor or PerReplica
+            Any value.
+        logical_device_id : int
+            Number of a rank within its replica. It is only checked.
+
+        Returns
+        -------
+        same type as `tensor`
+            `tensor` itself.
 
         Raises
         ------
@@ -632,12 +883,23 @@ class Strategy(Hinted):
         return tensor
 
     def experimental_replicate_to_logical_devices(self, tensor: T) -> T:
-        """Return `tensor`: each rank has its own values. A no-op by nature. Local."""
+        """Return `tensor` unchanged: each rank has its own values. A no-op by nature. Local.
+
+        Parameters
+        ----------
+        tensor : array, PyTorch tensor or PerReplica
+            Any value.
+
+        Returns
+        -------
+        same type as `tensor`
+            `tensor` itself.
+        """
         return tensor
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:
-        """Where this rank stands in the cluster; ``None`` where there is none. Local."""
+        """Position of this rank in the cluster; ``None`` if there is no cluster. Local."""
         return None
 
     @property
@@ -676,26 +938,26 @@ class Strategy(Hinted):
     def broadcast_object(self, obj: Any, root: int = 0) -> Any:
         """Return a copy of the object of rank `root`.
 
-        **Collective**: every rank makes the call, with the same `root`. The object travels as
-        pickle, from one rank of the job to the others: for arrays, `reduce` and `gather` are
-        faster.
+        **Collective**: every rank makes the call, with the same `root`. The object is sent as
+        pickle, only between ranks of this job. For arrays, `reduce` and `gather` are faster.
 
         Parameters
         ----------
         obj : object
-            What the other ranks pass does not matter.
+            The object to send; values on ranks other than `root` are ignored.
         root : int
+            Rank that sends its object.
 
         Returns
         -------
         object
-            A copy, on `root` too.
+            A copy, on `root` as well.
 
         Raises
         ------
         TypeError
-            If `root` is no integer; and on `root`, if the object cannot be pickled. The others
-            then get a `CollectiveMismatchError` that names it.
+            If `root` is not an integer; and on `root`, if the object cannot be pickled. The other
+            ranks then raise a `CollectiveMismatchError` that names the error.
         ValueError
             If there is no rank `root`.
         ContextError
@@ -707,14 +969,24 @@ class Strategy(Hinted):
     def gather_objects(self, obj: Any) -> list[Any]:
         """Return copies of the objects of all ranks, in rank order, on every rank.
 
-        **Collective**: every rank makes the call. Objects travel as pickle, from one rank of the
-        job to the others: for arrays, `gather` is faster.
+        **Collective**: every rank makes the call. Objects are sent as pickle, only between ranks
+        of this job. For arrays, `gather` is faster.
+
+        Parameters
+        ----------
+        obj : object
+            The object of this rank.
+
+        Returns
+        -------
+        list
+            One copy per rank.
 
         Raises
         ------
         TypeError
-            On a rank whose object cannot be pickled. The others then get a
-            `CollectiveMismatchError` that names it.
+            On a rank whose object cannot be pickled. The other ranks then raise a
+            `CollectiveMismatchError` that names the error.
         ContextError
             Inside a replica function: use `ReplicaContext.all_gather_object` there.
         """
@@ -730,12 +1002,12 @@ class Strategy(Hinted):
 
     @property
     def _layout(self) -> Layout:
-        """Where this rank is among all, whichever of its replicas runs."""
+        """The layout of all ranks, and the replica that runs on this one."""
         return context.layout_of(self)
 
 
 class _Replicas(GroupCollectives):
-    """The collectives of the replicas of a strategy, outside of `Strategy.run`."""
+    """The collectives of the replicas of a strategy, outside `Strategy.run`."""
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
@@ -753,7 +1025,7 @@ def explained_call(
     except (TypeError, ValueError):  # not a function, or one in C
         return error
     if _fits(signature, args, kwargs):
-        return error  # raised inside of fn
+        return error  # raised inside fn
     hint = ""
     first = args[0] if len(args) == 1 else None
     if isinstance(first, list | tuple) and _fits(signature, first, kwargs):

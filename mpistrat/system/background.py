@@ -1,4 +1,4 @@
-"""Background threads: a serial executor, iteration ahead of the reader, and clean-up that waits."""
+"""Background threads: a serial executor, prefetching of elements, and clean-up that waits."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from typing import Any
 
 
 class Background:
-    """Serial executor: calls functions in order, in one thread."""
+    """Serial executor, which calls functions in order in one thread."""
 
-    # The thread of a daemon ends with the program, whatever is not done; otherwise `close` it.
+    # A daemon thread ends with the program, even if functions are pending. Otherwise call `close`.
 
     def __init__(self, name: str, daemon: bool = True) -> None:
         self._name = name
@@ -27,26 +27,26 @@ class Background:
         self._thread: threading.Thread | None = None
 
     def submit(self, function: Callable[[], object]) -> Callable[[], None]:
-        """Call `function` in the thread; return a function that waits, and raises its error."""
+        """Call `function` in the thread. Return a function that waits and raises its error."""
         task = _Task(function)
         if self._thread is None and not self._start():
-            task.run()  # without a thread it only takes longer
+            task.run()  # without a thread the call only takes longer
             return task.wait
         self._tasks.put(task)
         self._last = task
         return task.wait
 
     def drain(self) -> None:
-        """Wait until everything is done."""
+        """Wait until all functions are done."""
         if self._last is not None:
             self._last.wait_for_end()
 
     def is_busy(self) -> bool:
-        """Return whether a function is pending, from any thread."""
+        """Return whether a function is pending. May be called from any thread."""
         return self._last is not None and not self._last.is_done()
 
     def close(self) -> None:
-        """End the thread once everything is done; nothing more may be submitted."""
+        """End the thread once all functions are done. Nothing may be submitted after this."""
         if self._thread is not None:
             self._tasks.put(None)
 
@@ -55,7 +55,7 @@ class Background:
         thread = threading.Thread(target=self._work, name=self._name, daemon=self._daemon)
         try:
             thread.start()
-        except RuntimeError:  # there are too many, or the interpreter ends
+        except RuntimeError:  # there are too many threads, or the interpreter ends
             return False
         self._thread = thread
         return True
@@ -63,7 +63,7 @@ class Background:
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:
             task.run()
-            del task  # or its error, and all that refers to, would stay alive
+            del task  # otherwise its error, and all objects that this refers to, would stay alive
 
 
 class _Task:
@@ -80,7 +80,7 @@ class _Task:
         except BaseException as error:
             self._error = error
         finally:
-            # The objects that the function refers to may be large.
+            # Drop the function, because it may refer to large objects.
             self._function = None
             self._done.set()
 
@@ -89,8 +89,7 @@ class _Task:
 
     def wait_for_end(self) -> None:
         if not self._done.is_set():
-            # A fork has no threads but the one that forked, so nothing will ever set the event
-            # here.
+            # A fork has only the thread that forked, so no thread will ever set the event here.
             if os.getpid() != self._pid:
                 raise RuntimeError(
                     "This process is a fork, and what it waits for is done in the process that "
@@ -118,12 +117,12 @@ class _End:
 def in_background(
     elements: Generator[Any, None, None], num_ahead: int, begin: Callable[[], object] = bool
 ) -> Generator[Any, None, None]:
-    """Yield from `elements`, which a thread prefetches, up to `num_ahead` elements ahead.
+    """Yield from `elements`, which a thread prefetches up to `num_ahead` elements ahead.
 
-    The thread calls `begin` first.
+    The thread first calls `begin`.
     """
     # The thread starts with the first element and ends when the iterator is exhausted, closed or
-    # garbage collected. An exception of `elements` is raised in its place.
+    # garbage collected. An exception of `elements` is raised in place of the element.
     ready: queue.Queue[Any] = queue.Queue(num_ahead)
     abandoned = threading.Event()
     thread = threading.Thread(
@@ -156,13 +155,14 @@ def _produce(
     except BaseException as raised:
         error = raised
     finally:
-        # In this thread, which has run the generator: its `finally` blocks belong here.
+        # Close it in this thread, which has run the generator, so that its `finally` blocks run
+        # here too.
         elements.close()
     _put(_End(error), ready, abandoned)
 
 
 def _put(element: Any, ready: queue.Queue[Any], abandoned: threading.Event) -> bool:
-    # With a time limit, because the reader may stop reading while the queue is full.
+    # Use a time limit, because the reader may stop reading while the queue is full.
     while not abandoned.is_set():
         try:
             ready.put(element, timeout=_POLL_S)
@@ -173,7 +173,7 @@ def _put(element: Any, ready: queue.Queue[Any], abandoned: threading.Event) -> b
 
 
 _collecting_thread: int | None = None
-"""The thread in which the garbage collector runs; there is never more than one."""
+"""Thread in which the garbage collector is running. There is never more than one."""
 
 
 def _note_collection(phase: str, _: object) -> None:
@@ -186,10 +186,11 @@ gc.callbacks.append(_note_collection)
 
 def clean_up(release: Callable[[], object]) -> None:
     """Call `release`, which may wait for threads."""
-    # The garbage collector interrupts any code, which may hold what those threads wait for, such
-    # as the lock of HDF5, or be one of them. A new thread waits there instead.
+    # The garbage collector may interrupt code that holds a lock for which those threads wait, such
+    # as the lock of HDF5, or it may run in one of them. Then let a new thread wait.
     if _collecting_thread == threading.get_ident():
-        # Not a `threading.Thread`, whose start takes locks. None starts where the program ends.
+        # Do not use `threading.Thread`, whose start takes locks. At the end of the program no
+        # thread can start.
         with contextlib.suppress(RuntimeError):
             _thread.start_new_thread(release, ())
     else:
@@ -197,7 +198,7 @@ def clean_up(release: Callable[[], object]) -> None:
 
 
 def call_later(delay_s: float, do: Callable[[], None]) -> None:
-    """Call `do` in a thread in `delay_s` seconds, or after them where there is no thread."""
+    """Call `do` in a thread after `delay_s` seconds. If no thread can start, wait and call it."""
     timer = threading.Timer(delay_s, do)
     timer.daemon = True
     try:
@@ -208,8 +209,11 @@ def call_later(delay_s: float, do: Callable[[], None]) -> None:
 
 
 def raise_in_thread(thread: int, error: BaseException) -> threading.Event:
-    """Raise `error` in a thread, by its identifier, once it runs Python; the event says it has."""
-    # CPython takes no exception, but a class, of which it makes one in that thread.
+    """Raise `error` in the thread with this identifier, as soon as it runs Python code.
+
+    The returned event is set once it is raised.
+    """
+    # CPython takes an exception class, not an instance, and creates the instance in that thread.
     is_raised = threading.Event()
     kind = type(error)
 

@@ -1,4 +1,4 @@
-"""Call site: the place in the user's code where a call was made."""
+"""Call sites: places in the user's code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TESTING = _PACKAGE + "testing" + os.sep
 
 
 class CodeOwner(enum.Enum):
-    """Whose code a file contains."""
+    """Owner of the code in a file."""
 
     USER = "the program"
     INSTALLED = "Python or an installed package"
@@ -26,9 +26,10 @@ class CodeOwner(enum.Enum):
 
 
 class _CodeOwners(dict[str, CodeOwner]):
-    """Whose code is in each file, by its name in code objects."""
+    """Owner of the code in each file, by the file name in code objects."""
 
-    # A dict, as it is fast: each collective looks up about ten files. A program has few.
+    # It is a dict, which is fast, because each collective looks up about ten files. A program has
+    # few files, so it stays small.
 
     def __missing__(self, filename: str) -> CodeOwner:
         owner = self[filename] = _owner_of(filename)
@@ -43,7 +44,7 @@ def _owner_of(filename: str) -> CodeOwner:
         return CodeOwner.PACKAGE
     if filename.startswith("<frozen") or os.path.basename(filename) == "contextlib.py":
         return CodeOwner.HELPER
-    # Cython gives the path of a source within its project, which an installed package lacks.
+    # Cython names source files by their path in its project, which an installed package lacks.
     is_of_cython = filename.endswith((".pyx", ".pxd", ".pxi")) and not os.path.exists(filename)
     is_installed = (
         is_of_cython
@@ -55,15 +56,15 @@ def _owner_of(filename: str) -> CodeOwner:
 
 
 Place = tuple[CodeType, int] | None
-"""A code object and the offset of an instruction in it: cheap to note, and formatted later."""
+"""Code object and offset of an instruction in it, which is cheap to store and formatted later."""
 
 
 issuers: dict[int, Place] = {}
-"""Where the program issued what a thread does now, by thread, if that was on another one."""
+"""For threads that work for a call made on a different thread: the place of that call."""
 
 
 class on_behalf_of:  # noqa: N801  used as a function
-    """Context manager in which `call_site` and `users_place` answer `place` on this thread."""
+    """Context manager in which `call_site` and `users_place` return `place` on this thread."""
 
     __slots__ = ("_before", "_place", "_thread")
 
@@ -87,7 +88,7 @@ _USER, _INSTALLED = CodeOwner.USER, CodeOwner.INSTALLED
 
 
 def users_place(frame: FrameType | None) -> Place:
-    """Return where the user's code is, as `call_site` finds it from `frame`."""
+    """Return the place in the user's code that `call_site` finds from `frame`."""
     if issuers and (place := issuers.get(threading.get_ident())) is not None:
         return place
     installed = None
@@ -95,8 +96,8 @@ def users_place(frame: FrameType | None) -> Place:
         code = frame.f_code
         owner = code_owners[code.co_filename]
         if owner is _USER:
-            # An offset, because computing a line number takes longer and is needed only for
-            # messages.
+            # Return an offset, because computing a line number takes longer and only messages need
+            # it.
             return code, frame.f_lasti
         if owner is _INSTALLED and installed is None:
             installed = code, frame.f_lasti
@@ -121,7 +122,7 @@ def call_site() -> str:
 
 
 def users_stacklevel() -> int:
-    """Return the `stacklevel` with which a warning of the caller points at the user's code."""
+    """Return the `stacklevel` at which a warning of the caller points to the user's code."""
     frame, level = sys._getframe(1), 1
     while code_owners[frame.f_code.co_filename] is not _USER:
         if frame.f_back is None:
@@ -131,9 +132,9 @@ def users_stacklevel() -> int:
 
 
 def frames_of_threads() -> dict[int, FrameType]:
-    """Return the innermost frame of each thread by its identifier; of this one, the caller's."""
-    # Python 3.10 and 3.11 hold the list of threads locked here. A collection meanwhile may run code
-    # that waits for another thread, which may wait for that lock (python/cpython#106883).
+    """Return the innermost frame of each thread, by thread; for this thread the caller's frame."""
+    # Python 3.10 and 3.11 lock the list of threads here. A garbage collection in this time may run
+    # code that waits for a thread that waits for the lock (python/cpython#106883).
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -144,7 +145,7 @@ def frames_of_threads() -> dict[int, FrameType]:
 
 
 def frame_of_thread(thread: int) -> FrameType | None:
-    """Return the innermost frame of a thread; where it runs no user code, of the main thread."""
+    """Return the innermost frame of a thread, or of the main thread if it runs no user code."""
     frames = frames_of_threads()
     own, main = frames.get(thread), frames.get(threading.main_thread().ident or 0)
     place = users_place(own)
@@ -153,15 +154,14 @@ def frame_of_thread(thread: int) -> FrameType | None:
 
 
 def site_of_thread(thread: int) -> str:
-    """Return `call_site` as seen from a thread, as `frame_of_thread` finds it."""
+    """Return `call_site` for a thread, from the frame that `frame_of_thread` returns."""
     place = issuers.get(thread)
     return site_of(frame_of_thread(thread)) if place is None else format_place(place)
 
 
 def site_of(frame: FrameType | None) -> str:
-    """Return `call_site` as seen from `frame`, from any thread."""
-    # Frames of Python and installed packages count only where no other file outside this package
-    # is on the stack.
+    """Return `call_site` for `frame`. May be called from any thread."""
+    # Frames of Python and installed packages count only if the stack has no file of the user.
     installed = None
     while frame is not None:
         owner = code_owners[frame.f_code.co_filename]
@@ -176,8 +176,8 @@ def site_of(frame: FrameType | None) -> str:
 
 def failure_site(trace: TracebackType | None) -> str:
     """Return ``file.py:LINE`` of the innermost frame of user code in a traceback."""
-    # Library code that the user called (NumPy, the standard library) is skipped where a frame of
-    # the user's files is known.
+    # Skip library code that the user called (NumPy, the standard library) if the traceback has a
+    # frame of the user's files.
     frames = traceback.extract_tb(trace)
     for owner in (CodeOwner.USER, CodeOwner.INSTALLED):
         for frame in reversed(frames):

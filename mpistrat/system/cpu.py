@@ -1,4 +1,4 @@
-"""CPU cores: those that this process may use, and those near a device."""
+"""CPU cores that this process may use, and CPU cores near a device."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def own_cores() -> frozenset[int]:
 
 
 def num_cores() -> int:
-    """Return how many cores this process may use."""
+    """Return the number of cores that this process may use."""
     return max(len(own_cores()), 1)
 
 
 def current_core() -> int | None:
-    """Return the core that this thread runs on; ``None`` where it cannot be bound to one."""
+    """Return the core on which this thread runs, or ``None`` if the system cannot bind threads."""
     ask = _sched_getcpu()
     return None if ask is None else int(ask())
 

@@ -1,9 +1,9 @@
-"""Exit hooks: the actions of this process at its end, in one ordered list of phases.
+"""Exit hooks: actions that this process runs at its end, in ordered phases.
 
 All code that runs at the end registers here with `at`: this module has the only `sys.excepthook`
-and the only `atexit` function of the package. An uncaught exception first runs FAILED and then the
-report of `report_by`; every end runs the phases from BEFORE_LAST_ROUND on. A rank that has reported
-its end may be ended by the others at any time, and one past its last round knows that all others
+and the only `atexit` function of the package. After an uncaught exception, FAILED runs first, and
+then the report of `report_by`. Every end runs the phases from BEFORE_LAST_ROUND on. Once a rank has
+reported its end, the others may end it at any time. After its last round it knows that all others
 have ended.
 """
 
@@ -27,7 +27,7 @@ _logger = logging.getLogger("mpistrat")
 
 
 class Phase(enum.Enum):
-    """The phases of the end, in this order; actions of one phase are independent."""
+    """Phases of the end, in this order. Actions of the same phase are independent."""
 
     FAILED = "an uncaught exception has ended the program, and no other rank knows it yet"
     BEFORE_LAST_ROUND = "the program is over, and the others may end this process once they know"
@@ -40,7 +40,7 @@ _AT_EXIT = (Phase.BEFORE_LAST_ROUND, Phase.LAST_ROUND, Phase.AFTER_LAST_ROUND)
 
 
 class Failure(NamedTuple):
-    """An uncaught exception, as `sys.excepthook` is given it."""
+    """An uncaught exception, with the arguments of `sys.excepthook`."""
 
     kind: type[BaseException]
     error: BaseException
@@ -48,18 +48,18 @@ class Failure(NamedTuple):
 
 
 class Interruption:
-    """Context manager in which SIGINT is noted and raises nothing."""
+    """Context manager in which SIGINT is recorded and raises nothing."""
 
     def __init__(self) -> None:
         self.is_asked = False
-        """Whether SIGINT has come."""
+        """Whether SIGINT has arrived."""
         self._previous: Any = None
 
     def __enter__(self) -> Interruption:
         # Only the main thread may change handlers, and only it runs them.
         if threading.current_thread() is threading.main_thread():
             previous = signal.getsignal(signal.SIGINT)
-            if callable(previous):  # not where the program ignores it
+            if callable(previous):  # otherwise the program ignores SIGINT
                 self._previous = previous
                 signal.signal(signal.SIGINT, self._note)
         return self
@@ -87,13 +87,13 @@ class _Hooks:
         os.register_at_fork(after_in_child=self.clear)
 
     def clear(self) -> None:
-        """Remove all actions: a fork is no rank."""
+        """Remove all actions, because a fork is not a rank."""
         self.actions = {phase: [] for phase in Phase}
         self.holds = []
 
     def run(self, phase: Phase, *arguments: object) -> None:
-        """Run the actions of `phase`, each one even if others fail."""
-        # A copy, because an action may register further ones.
+        """Run all actions of `phase`, even if some fail."""
+        # Iterate over a copy, because an action may register further ones.
         for action in tuple(self.actions[phase]):
             try:
                 action(*arguments)
@@ -105,7 +105,7 @@ _hooks = _Hooks()
 
 
 def at(phase: Phase, action: Callable[..., object]) -> None:
-    """Register `action` for `phase`: called with the `Failure` in `FAILED`, else with nothing."""
+    """Register `action` for `phase`. It gets the `Failure` in `FAILED`, otherwise no argument."""
     if not _hooks.is_registered:
         _hooks.is_registered = True
         atexit.register(_at_exit)
@@ -113,31 +113,34 @@ def at(phase: Phase, action: Callable[..., object]) -> None:
 
 
 def hold_while(is_at_work: Callable[[], bool]) -> None:
-    """Keep other ranks from ending this process while `is_at_work`, called from any thread."""
+    """Keep other ranks from ending this process while `is_at_work` returns true.
+
+    `is_at_work` is called from any thread.
+    """
     _hooks.holds.append(is_at_work)
 
 
 def is_at_work() -> bool:
-    """Return whether this process must finish something before it may be ended."""
+    """Return whether this process must finish some work before other ranks may end it."""
     return any(holds() for holds in list(_hooks.holds))
 
 
 def finish_work() -> None:
-    """Finish everything that must not be lost before this rank aborts the job."""
+    """Finish all work that must not be lost, before this rank aborts the job."""
     _hooks.run(Phase.BEFORE_ABORT)
 
 
 def report_by(report: Callable[[Failure], bool]) -> None:
-    """Have `report` print uncaught exceptions, or Python where it returns False."""
+    """Let `report` print uncaught exceptions. If it returns False, Python prints them."""
     _hooks.report = report
     if _hooks.previous_hook is None:
         _hooks.previous_hook = sys.excepthook
-        # `show` calls the previous hook, which may be that of a debugger or a test runner.
+        # `show` calls the previous hook, which may belong to a debugger or a test runner.
         sys.excepthook = _on_uncaught
 
 
 def show(failure: Failure, text: str | None = None) -> None:
-    """Print `failure` by the previous `sys.excepthook`, as `text` where that is Python's own."""
+    """Print `failure` by the previous `sys.excepthook`; print `text` if that is Python's own."""
     if text is None or _hooks.previous_hook is not sys.__excepthook__:
         _hooks.previous_hook(*failure)
     else:
@@ -148,7 +151,7 @@ def _on_uncaught(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
     failure = Failure(kind, error, trace)
-    # A second Ctrl-C must not raise in here: Python would print two tracebacks more.
+    # A second Ctrl-C must not raise in here, because Python would print two more tracebacks.
     with Interruption(), _visible_errors():
         if _ends_program(trace):
             _hooks.run(Phase.FAILED, failure)
@@ -159,8 +162,8 @@ def _on_uncaught(
 
 @contextlib.contextmanager
 def _visible_errors() -> Iterator[None]:
-    """Have `sys.stderr` write to the terminal, where a hook around this one collects its text."""
-    # Torch's hook prints what it has collected afterwards, when this rank may have ended.
+    """Let `sys.stderr` write to the terminal, even if a hook around this one collects its text."""
+    # Torch's hook prints the collected text later, when this rank may already have ended.
     collected = sys.stderr
     if isinstance(collected, io.StringIO) and sys.__stderr__ is not None:
         sys.stderr = sys.__stderr__
@@ -172,8 +175,9 @@ def _visible_errors() -> Iterator[None]:
 
 def _ends_program(trace: TracebackType | None) -> bool:
     """Return whether an exception with this `trace` has ended the program."""
-    # Extension modules report errors that they cannot raise, as where memory is freed, to
-    # `sys.excepthook` too, and the program continues. A program that does not compile has no trace.
+    # Extension modules also call `sys.excepthook` for errors that they cannot raise, for example
+    # when they free memory, and the program continues. A program that does not compile has no
+    # trace.
     frames = [frame for frame, _ in traceback.walk_tb(trace)]
     return not frames or any(
         frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__main__"

@@ -1,4 +1,4 @@
-"""Atomic files: complete or absent, removed without a wait, and their temporary names."""
+"""Atomic files, which are complete or absent; their temporary names; removal without waiting."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from pathlib import Path
 def write_atomically(
     path: str | os.PathLike[str], content: str | Iterable[str | bytes | memoryview]
 ) -> None:
-    """Write a text, or pieces of text or bytes, to `path`: complete, or not at all."""
-    import tempfile  # not with the package: what it loads takes longer than to write a file
+    """Write a string, or pieces of text or bytes, to `path`: completely, or not at all."""
+    import tempfile  # imported only here, because its imports take longer than writing a file
 
     target = Path(path)
-    # An unpredictable name: in a folder that others may write to, a link could lie in wait.
+    # mkstemp chooses an unpredictable name. In a folder to which others may write, somebody could
+    # have put a link under a known name.
     handle, name = tempfile.mkstemp(".tmp", f".{target.name}.", target.parent)
     temporary = Path(name)
     try:
         with open(handle, "wb") as file:
-            # mkstemp creates files that only their owner may read. This gives them the usual
-            # permissions.
+            # mkstemp creates files that only their owner may read. Set the usual permissions.
             os.fchmod(file.fileno(), 0o666 & ~umask())
             for piece in [content] if isinstance(content, str) else content:
                 file.write(piece.encode() if isinstance(piece, str) else piece)
             file.flush()
-            # Before the rename: otherwise a crash of the machine may leave the new name with no
-            # content.
+            # Flush to disk before the rename. Otherwise a crash of the machine may leave an empty
+            # file under the new name.
             os.fsync(file.fileno())
         os.replace(temporary, target)
     except BaseException:
@@ -41,7 +41,7 @@ def write_atomically(
 
 
 def umask() -> int:
-    """Return the permissions that new files do not get, which mkstemp does not ask for."""
+    """Return the umask: the permissions that new files do not get. mkstemp ignores it."""
     text = Path("/proc/self/status").read_text()
     return int(text.partition("\nUmask:")[2].split()[0], 8)
 
@@ -60,7 +60,7 @@ def remove_file(path: str | os.PathLike[str]) -> None:
 
 @contextlib.contextmanager
 def _freed_in_a_thread(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Keep the file `path` open while its name is removed: the last close frees its space."""
+    """Keep the file `path` open while its name is removed, and close it in a thread."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:  # it is absent or unreadable: there is nothing to gain
@@ -73,60 +73,61 @@ def _freed_in_a_thread(path: str | os.PathLike[str]) -> Iterator[None]:
         thread = threading.Thread(target=os.close, args=(handle,), daemon=True)
         try:
             thread.start()
-        except RuntimeError:  # there are too many, or the interpreter ends
+        except RuntimeError:  # there are too many threads, or the interpreter ends
             os.close(handle)
 
 
 _SUFFIX = ".partial"
-"""Ending of files that are being written. Never ``.h5``, so that no pattern picks them up."""
+"""Suffix of files that are being written. It is not ``.h5``, so that no pattern matches them."""
 
 _SILENCE_S = 3600.0
-"""After this many seconds without a write, the writer on another host has died."""
+"""After this many seconds without a write, a writer on another host counts as dead."""
 
 
 def this_writer() -> str:
-    """Return what stands for this process in the names and texts of temporary files."""
+    """Return the name of this process for the names and contents of temporary files."""
     return f"{_host()}.{os.getpid()}"
 
 
 def affixes(path: Path) -> tuple[str, str]:
-    """Return the start and the end of temporary names for a file that becomes `path`."""
+    """Return prefix and suffix of temporary names for a file that becomes `path`."""
     return f".{_beginning(path.name)}.{this_writer()}.", _SUFFIX
 
 
 def _is_dead(writer: str, path: Path) -> bool:
-    """Return whether the process that `this_writer` named, which wrote `path`, has ended."""
+    """Return whether `writer`, the process that wrote `path`, has ended."""
     host, _, pid = writer.rpartition(".")
     if not host or not pid.isdecimal():
         return False
     if host == _host():
         return not _is_alive(int(pid))
-    # Processes of a different host cannot be asked, so only the age of the file counts.
+    # This process cannot ask about processes of a different host, so only the age of the file
+    # counts.
     return time.time() - path.stat().st_mtime > _SILENCE_S
 
 
 def _beginning(name: str) -> str:
-    """Return the beginning of a file's name: temporary names must stay below 255 bytes."""
+    """Return the beginning of a file name, because temporary names must stay below 255 bytes."""
     return os.fsencode(name)[:80].decode(errors="ignore")
 
 
 def hidden_beside(path: Path, what: str) -> Path:
-    """Return the path of a small file beside `path`, which no pattern picks up."""
+    """Return the path of a small file next to `path`, which no pattern matches."""
     return path.with_name(f".{_beginning(path.name)}.{what}{_SUFFIX}")
 
 
 @contextlib.contextmanager
 def claimed(path: Path, limit_s: float) -> Iterator[None]:
-    """Keep other processes out that claim `path` too, which takes none of them longer."""
+    """Lock `path` against other processes that claim it. Take over a claim after `limit_s`."""
     claim, end_s = hidden_beside(path, "commit"), time.monotonic() + limit_s
     while True:
         try:
             # Only one process can create the name (open(2), O_EXCL).
             handle = os.open(claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
         except FileExistsError:
-            if time.monotonic() > end_s or _is_abandoned(claim):  # who had it was killed
+            if time.monotonic() > end_s or _is_abandoned(claim):  # its owner was killed
                 claim.unlink(missing_ok=True)
-                end_s = time.monotonic() + limit_s  # another may take it before this one
+                end_s = time.monotonic() + limit_s  # a different process may claim it first
             time.sleep(0.005)
         else:
             break
@@ -141,12 +142,12 @@ def claimed(path: Path, limit_s: float) -> Iterator[None]:
 def _is_abandoned(claim: Path) -> bool:
     try:
         return _is_dead(claim.read_text(), claim)
-    except OSError:  # it is gone, or of another user
+    except OSError:  # it is gone, or belongs to another user
         return False
 
 
 def remove_leftovers(folder: str | os.PathLike[str], prefix: str = "") -> list[Path]:
-    """Remove the temporary files of writers that are dead, and return their paths."""
+    """Remove the temporary files of dead writers, and return their paths."""
     start, end = rf"\.{re.escape(prefix)}.*", re.escape(_SUFFIX)
     written = re.compile(rf"{start}\.(?P<writer>[^.]*\.\d+)\.\w+{end}")
     claim = re.compile(rf"{start}\.commit{end}")

@@ -1,4 +1,4 @@
-"""Classes that say what to write in place of a name that a beginner would guess."""
+"""Base classes whose errors name the replacement for a name that a beginner would guess."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ OPTIMIZER_ARGUMENTS = {
     "clipnorm": "global_clipnorm=",
     "max_norm": "global_clipnorm=",
 }
-"""Arguments of PyTorch's optimizers, and what takes their place in this package's."""
+"""Arguments of PyTorch's optimizers, and their replacements in this package."""
 
 
 class Hinted:
-    """Base of classes whose missing attributes, and other libraries' arguments, have a hint."""
+    """Base class that adds hints to errors for missing attributes and foreign arguments."""
 
     _argument_hints: ClassVar[Mapping[str, str]] = {}
-    """Names of arguments in other libraries, and what to write in their place."""
+    """Names of arguments in other libraries, and their replacements."""
 
-    if not TYPE_CHECKING:  # type checkers report what is not defined
+    if not TYPE_CHECKING:  # with it, type checkers would not report undefined attributes
 
         def __new__(cls, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
             hints = cls._argument_hints
@@ -31,7 +31,7 @@ class Hinted:
             return super().__new__(cls)
 
         def __getattr__(self, name: str) -> Any:
-            from mpistrat.system.migration import missing_attribute  # hardly ever needed
+            from mpistrat.system.migration import missing_attribute  # rarely needed
 
             raise missing_attribute(self, type(self), name)
 

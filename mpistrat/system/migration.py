@@ -1,6 +1,6 @@
-"""Migration hints: names of TensorFlow, PyTorch and Horovod, and what to write here.
+"""Migration hints: names of TensorFlow, PyTorch and Horovod, and their replacements here.
 
-Loaded when a program asks for a name that does not exist.
+The module is loaded when a program uses a name that does not exist.
 """
 
 from __future__ import annotations
@@ -162,11 +162,11 @@ _ATTRIBUTES = {
         "from_file": "ms.data.Dataset.from_hdf5(files)",
     },
 }
-"""What to write in place of an attribute, by the name of the class or of a base."""
+"""Replacements for attributes, by the name of the class or of a base class."""
 
 
 def hint_for(cls: type, name: str) -> str:
-    """Return " Write ...." for an attribute that instances of `cls` do not have, or nothing."""
+    """Return " Write ...." for an attribute that instances of `cls` do not have, or ``""``."""
     for base in cls.__mro__:
         hint = _ATTRIBUTES.get(base.__name__, {}).get(name)
         if hint is not None:
@@ -175,7 +175,7 @@ def hint_for(cls: type, name: str) -> str:
 
 
 def missing_attribute(obj: object, cls: type, name: str) -> AttributeError:
-    """Return the error to raise where `obj`, an instance of `cls` or `cls`, has no `name`."""
+    """Return the error to raise if `obj`, an instance of `cls` or `cls` itself, has no `name`."""
     what = f"type object {cls.__name__!r}" if obj is cls else f"{cls.__name__!r} object"
     message = f"{what} has no attribute {name!r}"
     hint = "" if name.startswith("_") else hint_for(cls, name)
@@ -183,7 +183,7 @@ def missing_attribute(obj: object, cls: type, name: str) -> AttributeError:
 
 
 def missing_name(module: str, name: str) -> AttributeError:
-    """Return the error to raise where `module` has no attribute `name`."""
+    """Return the error to raise if `module` has no attribute `name`."""
     message = f"module {module!r} has no attribute {name!r}"
     hint = _HINTS[module].get(name)
     if hint is not None:

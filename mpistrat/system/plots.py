@@ -1,6 +1,6 @@
-"""Plot style: one palette for all pictures of the package, sizes on axes, and saving.
+"""Plot style: one palette for all pictures of the package, axis labels for sizes, and saving.
 
-matplotlib is optional. Only functions import it.
+matplotlib is optional, so only functions import it.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from mpistrat.system.text import readable_size, readable_time
 
 @dataclass(frozen=True)
 class Palette:
-    """Colours for one ground, as ``#rrggbb``."""
+    """Colours for one background, as ``#rrggbb``."""
 
-    # The six hues follow Okabe and Ito (2008), and stay apart for colour-blind readers.
-    # tests/tools/test_pictures.py proves this, and the contrast with the ground.
+    # The six hues follow Okabe and Ito (2008), which colour-blind readers can tell apart.
+    # tests/tools/test_pictures.py checks this, and the contrast with the background.
     ground: str
     panel: str
-    """Of areas, a little apart from the ground."""
+    """Colour of areas, slightly different from the background."""
     line: str
-    """Of frames and grids."""
+    """Colour of frames and grids."""
     ink: str
     muted: str
-    """Of the less important text."""
+    """Colour of less important text."""
     blue: str
     orange: str
     green: str
     red: str
     purple: str
     slate: str
-    """For what is as it should be."""
+    """Colour of things that are in order."""
 
     @property
     def series(self) -> tuple[str, ...]:
-        """The colours of lines and bars, in this order."""
+        """Colours of lines and bars, in this order."""
         return self.blue, self.orange, self.green, self.purple, self.red, self.muted
 
 
@@ -56,14 +56,14 @@ LIGHT = Palette(
     purple="#bf74b3",
     slate="#a9bccf",
 )
-"""For white paper and light pages."""
+"""Palette for white paper and light pages."""
 
 _DPI = 150
 
 
 @contextlib.contextmanager
 def styled() -> Iterator[None]:
-    """Make figures and axes created within in the style of the package."""
+    """Context manager in which new figures and axes have the style of the package."""
     import matplotlib as mpl
     from cycler import cycler
 
@@ -93,15 +93,16 @@ def styled() -> Iterator[None]:
 
 
 def new_figure(width: float, height: float) -> Any:
-    """Return an empty figure, in inches, outside of pyplot. To be called within `styled`."""
+    """Return an empty figure outside of pyplot. Sizes are in inches. Call it within `styled`."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained", facecolor=LIGHT.ground)
 
 
 def add_heading(figure: Any, title: str, *details: str) -> None:
-    """Write a bold title and muted lines below it on top of a figure, at the left."""
-    # The constrained layout leaves room for the suptitle alone, so it has all the lines, unseen.
+    """Write a bold title, and muted lines below it, at the top left of a figure."""
+    # The constrained layout reserves space only for the suptitle. So an invisible suptitle has all
+    # the lines.
     lines = [printable(each) for each in (title, *details)]
     width, height = figure.get_size_inches()
     left = 0.12 / width
@@ -115,7 +116,7 @@ def add_heading(figure: Any, title: str, *details: str) -> None:
 
 
 def printable(text: str) -> str:
-    """Return `text` with ``?`` for characters that cannot be shown."""
+    """Return `text` with ``?`` in place of characters that cannot be shown."""
     return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
 
 

@@ -1,4 +1,4 @@
-"""Child programs, captured and killed as a tree."""
+"""Child programs: captures their output, and kills them with all their descendants."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 class _Capture:
-    """A file that a program writes to, and its text."""
+    """File to which a program writes, and its text."""
 
     def __init__(self) -> None:
         self.file = tempfile.TemporaryFile()  # noqa: SIM115
@@ -22,7 +22,7 @@ class _Capture:
     def text(self) -> str:
         if self._final is not None:
             return self._final
-        # The program writes at the same offset: read without moving it.
+        # The program shares the file offset, so read without moving it.
         handle = self.file.fileno()
         return os.pread(handle, os.fstat(handle).st_size, 0).decode(errors="replace")
 
@@ -32,7 +32,7 @@ class _Capture:
 
 
 class Program:
-    """A running program without input, in a session for itself."""
+    """A running program without input, in its own session."""
 
     def __init__(
         self,
@@ -41,7 +41,8 @@ class Program:
         cwd: str | os.PathLike[str] | None = None,
         capture: bool = True,
     ) -> None:
-        # Files, not pipes: a process that outlives the launcher cannot keep a reader waiting.
+        # Use files, not pipes, so that a process that outlives the launcher does not keep a reader
+        # waiting.
         self._out = _Capture() if capture else None
         self._err = _Capture() if capture else None
         try:
@@ -52,11 +53,11 @@ class Program:
                 stderr=self._err.file if self._err else None,
                 cwd=cwd,
                 env=variables,
-                # Ctrl-C goes to the foreground group of the terminal, which a separate session is
-                # not part of: the parent decides how the program ends.
+                # Ctrl-C reaches only the foreground process group of the terminal. The program is
+                # in a separate session, so the parent decides how it ends.
                 start_new_session=True,
             )
-            """The program itself, which may be a launcher of others."""
+            """The program itself, which may be a launcher of other programs."""
         except BaseException:
             self._close()
             raise
@@ -70,7 +71,7 @@ class Program:
         return self._err.text() if self._err else ""
 
     def pids(self) -> list[int]:
-        """Return the process ids of the program and all its descendants, the program first."""
+        """Return the process ids of the program and of all its descendants, the program first."""
         return descendants(self.process.pid)
 
     def kill(self, limit_s: float | None = None) -> None:
@@ -92,11 +93,11 @@ class Program:
 def descendants(pid: int, command: Sequence[str] = ()) -> list[int]:
     """Return the ids of a process and of all its descendants, the process first.
 
-    With a `command` only those that run it.
+    With a `command`, return only processes that run it.
     """
     found = [pid]
     parents = dict(_parents())
-    # The list grows during the loop: children of children are found too.
+    # The list grows during the loop, so children of children are found too.
     for each in found:
         found += [child for child, parent in parents.items() if parent == each]
     return [each for each in found if not command or _command_of(each) == [*command]]
@@ -110,12 +111,12 @@ def _command_of(pid: int) -> list[str]:
 
 
 def prctl(option: int, value: int) -> None:
-    """Set a property of this process, by the numbers of Linux."""
+    """Set a property of this process. The arguments are numbers of Linux (prctl(2))."""
     ctypes.CDLL(None).prctl(option, value)
 
 
 def send_signal(sign: signal.Signals, pids: Sequence[int]) -> None:
-    """Send `sign` to those of `pids` that still exist."""
+    """Send `sign` to all processes in `pids` that still exist."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, sign)
@@ -124,5 +125,5 @@ def send_signal(sign: signal.Signals, pids: Sequence[int]) -> None:
 def _parents() -> Iterator[tuple[int, int]]:
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            # The second field, in parentheses, is the name and may hold anything.
+            # The second field, in parentheses, is the name, which may contain any character.
             yield int(stat.parent.name), int(stat.read_text().rpartition(")")[2].split()[1])

@@ -12,7 +12,7 @@ _Value = TypeVar("_Value", bound=Hashable)
 
 
 def readable_size(size_bytes: int) -> str:
-    """Return a size as people write it, in powers of 1024."""
+    """Return a size with a unit, in powers of 1024, such as ``64.0 KiB``."""
     size = float(size_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:
@@ -22,14 +22,14 @@ def readable_size(size_bytes: int) -> str:
 
 
 def readable_time(time_s: float) -> str:
-    """Return a time with three digits, in a suitable unit."""
+    """Return a time with three digits and a suitable unit."""
     if time_s >= 1:
         return f"{time_s:.3g} s"
     return f"{time_s * 1e3:.3g} ms" if time_s >= 1e-3 else f"{time_s * 1e6:.3g} us"
 
 
 def ranks_by_value(values: Iterable[tuple[int, _Value]]) -> dict[_Value, list[int]]:
-    """Return which ranks have each value, for pairs of ranks and values."""
+    """Return, for pairs of ranks and values, which ranks have each value."""
     ranks: dict[_Value, list[int]] = {}
     for rank, value in values:
         ranks.setdefault(value, []).append(rank)
@@ -49,7 +49,7 @@ def rank_list(ranks: Iterable[int]) -> str:
 
 
 def rank_spans(ranks: Iterable[int]) -> list[list[int]]:
-    """Return the first and last rank of each run of `ranks`."""
+    """Return the first and last rank of each consecutive run of `ranks`."""
     spans: list[list[int]] = []
     for rank in sorted(ranks):
         if spans and rank == spans[-1][1] + 1:
@@ -68,7 +68,7 @@ def text_of(error: BaseException) -> str:
 
 
 def format_detail(detail: object) -> str:
-    """Return a detail of a call in short: arrays as ``float32 (4, 3)``, nests as ``[*]``."""
+    """Return a short text for a detail of a call, such as ``float32 (4, 3)`` for an array."""
     if isinstance(detail, tuple):
         if len(detail) == 2 and isinstance(detail[1], tuple) and isinstance(detail[0], str):
             return f"{detail[0]} {detail[1]}"
@@ -87,7 +87,7 @@ _shortened.maxstring = _shortened.maxother = _MAX_CHARACTERS
 
 
 def array_type(array: object) -> str:
-    """Return the library, dtype and shape of an array or tensor: ``cupy float32 (4, 3)``."""
+    """Return dtype and shape of an array, and its library if not NumPy: ``cupy float32 (4, 3)``."""
     library = type(array).__module__.partition(".")[0]
     dtype = str(getattr(array, "dtype", "?")).removeprefix(f"{library}.")
     shape = tuple(getattr(array, "shape", ()))
@@ -95,8 +95,8 @@ def array_type(array: object) -> str:
 
 
 def small_values(array: object) -> str | None:
-    """Return the elements of a small array of the host on one line, ``None`` for any other."""
-    # Elements of another library may lie on a device, where reading them waits for its work.
+    """Return the elements of a small NumPy array on one line, or ``None`` for other objects."""
+    # Arrays of other libraries may be in device memory. Reading them would wait for the device.
     if not isinstance(array, np.ndarray) or array.dtype.hasobject:
         return None
     if array.size > _MAX_ELEMENTS or array.nbytes > _MAX_BYTES:
@@ -105,7 +105,7 @@ def small_values(array: object) -> str | None:
 
 
 def brief(value: object) -> str:
-    """Return a value on one line: of arrays that are not small dtype and shape alone."""
+    """Return a value on one line. For large arrays this is only dtype and shape."""
     if isinstance(value, np.generic) or small_values(value) is not None:
         text = repr(value)
     elif hasattr(value, "dtype") and hasattr(value, "shape"):
@@ -116,10 +116,11 @@ def brief(value: object) -> str:
 
 
 def html_table(title: str, rows: Iterable[Sequence[object]], heads: Sequence[str] = ()) -> str:
-    """Return an HTML table for notebooks, with all texts escaped, in the colours of the page."""
+    """Return an HTML table for notebooks, with all strings escaped, in the colours of the page."""
     import html
 
-    # Names come from programs and files. Without heads, the first cell of a row is its head.
+    # Strings are escaped because names come from programs and files. Without heads, the first cell
+    # of a row is its head.
     parts = [f'<table style="color: inherit"><caption><b>{html.escape(title)}</b></caption>']
     if heads:
         parts.append(f"<tr>{''.join(_cell('th', each) for each in heads)}</tr>")

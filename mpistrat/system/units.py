@@ -1,6 +1,7 @@
 """Units: public collective calls that an elastic strategy undoes and repeats after a loss.
 
-Variables the strategy restores itself; whatever else a call changes says here how to undo that.
+The strategy restores variables itself. Code that changes anything else registers here how to undo
+the change.
 """
 
 from __future__ import annotations
@@ -14,50 +15,50 @@ _note: Callable[[_Undo], object] | None = None
 
 
 class RunsUnits:
-    """Base of collectives: here each public call runs once."""
+    """Base class of collectives, in which each public call runs once."""
 
     is_elastic = False
-    """Whether calls are repeated without the ranks that are lost meanwhile."""
+    """Whether calls are repeated, without the lost ranks, after a loss."""
     replica_set: type[Any] | None = None
-    """The class of the replicas of a rank, where it is not the usual one."""
+    """Class for the replicas of a rank, if it is not the usual one."""
 
     @property
     def needs_unit(self) -> bool:
-        """Whether this is an elastic strategy, and no unit runs."""
+        """Whether this is an elastic strategy and no unit is running."""
         return False
 
     def as_unit(
         self, what: str, function: Callable[[], Any], writes: bool | Sequence[Any] = False
     ) -> Any:
-        """Return what `function` returns: the public call `what`, with all that belongs to it."""
-        # `writes` are the variables that it may change, or whether it may change any.
+        """Run `function`, which is the public call `what`, as a unit, and return its result."""
+        # `writes` has the variables that it may change, or says whether it may change any.
         return function()
 
     def at_end(self, check: Callable[[], object]) -> None:
-        """Call `check`, which may raise, when the unit in which this is called is done."""
-        # Only a unit that may be repeated has to end what it has begun.
+        """Call `check`, which may raise, at the end of the current unit. Here do nothing."""
+        # Only a unit that may be repeated has to finish what it has begun.
 
     def note_variable(self, variable: Any) -> None:
-        """Return `variable` to what it was before a unit that is repeated: none is here."""
+        """Make sure that repeating a unit restores `variable`. Here no unit is repeated."""
 
     def check_can_copy(self, what: str) -> None:
-        """Refuse to copy `what`, which a unit that is repeated could not return: here it could."""
+        """Raise an error if a repeated unit would not know of a copy of `what`. Never here."""
 
     def note_optimizer(self, optimizer: Any) -> None:
-        """Have `optimizer` prepare its steps again after a loss: there is none here."""
+        """Make `optimizer` prepare its steps again after a loss. Here do nothing."""
 
     def on_commit(self, do: Callable[[], object]) -> None:
-        """Call `do`, which nothing could reverse, once the unit in which this is called is over."""
+        """Call `do`, which cannot be reversed, when the current unit is over. Here call it now."""
         do()
 
 
 def note_undos_by(note: Callable[[_Undo], object]) -> None:
-    """Have `note` be called with each undo: of an elastic job, where a process has one."""
+    """Call `note` with each undo function from now on. Only an elastic job calls this."""
     global _note
     _note = note
 
 
 def on_undo(undo: _Undo) -> None:
-    """Have `undo` be called if the unit in which this is called is repeated; the last first."""
+    """Call `undo` if the current unit is repeated. The last registered one is called first."""
     if _note is not None:
         _note(undo)

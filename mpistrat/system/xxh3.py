@@ -1,7 +1,7 @@
-"""Digests of values: XXH3, the only user of xxhash.
+"""XXH3 digests of values; the only user of xxhash.
 
-They show that ranks hold the same bytes, or that a file is not damaged. They prove nothing against
-somebody who changes values on purpose.
+They show that ranks hold the same bytes, or that a file is not damaged. They do not protect against
+changes on purpose.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ xxh3_128_hexdigest = xxhash.xxh3_128_hexdigest
 
 
 def digest_of_values(array: np.ndarray) -> int:
-    """Return 64 bits that are equal for equal bytes of the values, in C order."""
-    if array.dtype.names:  # the bytes between fields are left to chance
+    """Return a 64-bit digest of the bytes of the values, in C order."""
+    if array.dtype.names:  # the bytes between fields are undefined
         return mixed_digest([digest_of_values(array[name]) for name in array.dtype.names])
     if not array.dtype.itemsize:
         return 0
@@ -23,7 +23,7 @@ def digest_of_values(array: np.ndarray) -> int:
 
 
 def mixed_digest(digests: list[int]) -> int:
-    """Return 64 bits that stand for several digests in their order."""
+    """Return a 64-bit digest of several digests, which depends on their order."""
     return xxhash.xxh3_64_intdigest(np.array(digests, np.uint64).data)
 
 

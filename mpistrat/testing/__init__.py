@@ -1,6 +1,6 @@
 """Test helpers for MPI programs: a launcher, fault injection and a conformance suite.
 
-`mpistrat.testing.plugin` has fixtures for pytest, which the rest of this package does not need.
+`mpistrat.testing.plugin` has fixtures for pytest. The rest of this package does not need pytest.
 """
 
 from mpistrat.faults import Injection

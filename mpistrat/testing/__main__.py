@@ -1,4 +1,4 @@
-"""Commands for tests: the launcher ``-n 3 -- -m pytest``, and the smoke test ``smoke``."""
+"""Command line: the launcher, as ``-n 3 -- -m pytest``, and the smoke test, as ``smoke``."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Expectations of tests on several ranks, and a conformance suite for strategies to subclass."""
+"""Assertions for tests on several ranks, and a conformance suite that strategies subclass."""
 
 from __future__ import annotations
 
@@ -38,23 +38,24 @@ from mpistrat.variables import Variable
 
 
 def assert_all_ranks(strategy: Strategy, condition: Any, message: str = "") -> None:
-    """Fail on every rank if `condition` is false on any.
+    """Fail on every rank if `condition` is false on any rank.
 
-    **Collective**: every rank makes the call. A plain ``assert`` that fails on one rank alone
-    leaves the others to find out at their next collective.
+    **Collective**: every rank must make the call. If a plain ``assert`` fails on only one rank,
+    the other ranks do not find out before their next collective.
 
     Parameters
     ----------
     strategy : Strategy
-        Whose ranks are asked.
+        The strategy whose ranks make the call.
     condition : object
-        Its truth counts.
+        The condition on this rank, of which only the truth value counts.
     message : str, optional
+        Text at the beginning of the error message. Default: none.
 
     Raises
     ------
     AssertionError
-        On every rank, naming those where it is false.
+        On every rank. It names the ranks on which `condition` is false.
 
     Examples
     --------
@@ -79,39 +80,40 @@ def refused(error: type[Exception], pattern: str = "") -> Iterator[None]:
 
 
 def replica() -> ReplicaContext:
-    """Return the context of the replica that runs."""
+    """Return the context of the current replica."""
     found = get_replica_context()
     assert found is not None
     return found
 
 
 def replica_id() -> int:
-    """Return the number of the replica that runs."""
+    """Return the number of the current replica."""
     return replica().replica_id_in_sync_group
 
 
 def reduction_tree(rows: npt.ArrayLike) -> np.ndarray:
-    """Return the sum of the rows of an array, to the bit as the replicas add them up. Local.
+    """Return the sum of the rows of an array, bit for bit as replicas compute it. Local.
 
-    Neighbours are added first, then neighbouring pairs, and so on; a row without a neighbour
-    waits. 16-bit floats are added in float32 and rounded once, at the end.
+    The sum is a binary tree: neighbouring rows are added first, then neighbouring sums, and so on.
+    A row without a neighbour is added in a later round. 16-bit floats are added in float32, and
+    rounded once at the end.
 
     Parameters
     ----------
     rows : array of shape (num_replicas, *shape)
-        Row i is what replica i gives to ``all_reduce("sum", ...)``.
+        Row i is the array that replica i passes to ``all_reduce("sum", ...)``.
 
     Returns
     -------
     numpy.ndarray
-        Of shape ``shape`` and the dtype of `rows`.
+        The sum, with shape ``shape`` and the dtype of `rows`.
 
     Raises
     ------
     ValueError
         If there is no row.
     TypeError
-        For a dtype that cannot be added.
+        If values of this dtype cannot be added.
 
     Examples
     --------
@@ -129,9 +131,9 @@ def reduction_tree(rows: npt.ArrayLike) -> np.ndarray:
 
 
 class StrategyTests:
-    """Tests of a strategy; pytest collects them in a subclass.
+    """Conformance tests for a strategy. Subclass it, and pytest collects the tests.
 
-    Every expectation is a function of the number of replicas, so the suite is right for any.
+    The tests compute every expected value from the number of replicas, so they run with any number.
 
     Examples
     --------
@@ -141,22 +143,37 @@ class StrategyTests:
     """
 
     distributes = True
-    """False for a strategy that leaves values and variables as they are, as the default does."""
+    """False for a strategy that does not wrap values and variables, such as the default one."""
     repeats = False
-    """True for a strategy that may call the function of a run again, as in elastic jobs."""
+    """True for a strategy that may repeat the function of `run`, as elastic jobs do."""
 
     def make_strategy(self) -> Strategy:
-        """Return the strategy under test. **Collective**; to be overridden."""
+        """Return the strategy under test. Subclasses must override it. **Collective**.
+
+        Returns
+        -------
+        Strategy
+            A new strategy, over all ranks of the test.
+        """
         raise NotImplementedError(f"{type(self).__name__} must define make_strategy().")
 
     def setup_method(self) -> None:
-        """Make the strategy. **Collective**."""
+        """Create the strategy before each test. **Collective**."""
         self.strategy = self.make_strategy()
         self.size = self.strategy.num_replicas_in_sync
         self.total = self.size * (self.size - 1) // 2
 
     def check_each(self, value: Any, expected: Callable[[int], Any]) -> None:
-        """Have each replica compare its component with what is expected of it. **Collective**."""
+        """Assert on each replica that its component has the expected value. **Collective**.
+
+        Parameters
+        ----------
+        value : PerReplica, Mirrored or object
+            The value to check, as `run` returns it.
+        expected : callable
+            Takes the number of a replica, and returns the expected component as a Python number,
+            list or other object.
+        """
 
         def check(component: Any) -> None:
             wanted = expected(replica_id())
@@ -166,7 +183,23 @@ class StrategyTests:
         self.strategy.run(check, args=(value,))
 
     def variable(self, value: Any, aggregation: str, on_read: bool = False) -> Variable:
-        """Return a variable of the strategy. **Collective**."""
+        """Return a new variable of the strategy. **Collective**.
+
+        Parameters
+        ----------
+        value : array_like
+            The initial value.
+        aggregation : str
+            The name of a `mpistrat.VariableAggregation`, such as ``"SUM"``.
+        on_read : bool
+            Whether each replica has its own value, which is aggregated when it is read. Default:
+            false.
+
+        Returns
+        -------
+        Variable
+            The variable, created in the scope of the strategy.
+        """
         mode = VariableSynchronization.ON_READ if on_read else VariableSynchronization.AUTO
         with self.strategy.scope():
             return Variable(
@@ -455,7 +488,7 @@ class StrategyTests:
         variable = self.variable(np.ones(3), "NONE")
         with self.strategy.scope():
             sgd = SGD(0.5)
-        for number in range(1, 4):  # of which later ones may be prepared
+        for number in range(1, 4):  # the optimizer may use a prepared step after the first
             self.strategy.run(
                 lambda: sgd.apply_gradients([(np.full(3, replica_id() + 1.0), variable)])
             )

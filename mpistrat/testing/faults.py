@@ -1,4 +1,4 @@
-"""Fault injection for tests: a rank is late, lost or wrong at a collective."""
+"""Fault injection for tests: delay or kill a rank at a collective, or corrupt its data."""
 
 from __future__ import annotations
 
@@ -18,43 +18,45 @@ def inject(
     seed: int | None = None,
     strategy: Strategy | None = None,
 ) -> Injection:
-    """Have something go wrong just before a collective, on one rank or on all.
+    """Make a fault happen just before a collective, on one rank or on all.
 
-    Local: nothing happens before that collective, and every rank may make the call. The setting
-    ``MPISTRAT_FAULT`` does the same to an unchanged program:
-    ``MPISTRAT_FAULT="delay:2.5@rank=1,collective=7"``, several with ``;`` between, where
-    collectives are numbered as in messages and `MPIStrategy` itself takes the first four.
+    Local: nothing happens before that collective, and every rank may make the call. To inject
+    faults into an unchanged program, set ``MPISTRAT_FAULT``, for example
+    ``MPISTRAT_FAULT="delay:2.5@rank=1,collective=7"``, with ``;`` between several faults. There
+    collectives have the numbers that messages show; `MPIStrategy` itself takes the first four.
 
     Parameters
     ----------
     fault : str or BaseException
-        ``"delay:SECONDS"``, at each collective if none is named; ``"jitter:SECONDS"``, a random
-        delay up to that at each collective; ``"kill"`` (SIGKILL); ``"stop"`` (SIGSTOP);
-        ``"exhaust"``, an allocation that fails with `MemoryError`; ``"corrupt:BIT"``, which
-        flips this bit (by default the sign of the first one) of the next floating-point numbers
-        that the rank receives;
-        ``"raise:CLASS"``, a builtin exception or one of `mpistrat.errors`; ``"exit:CODE"``
-        (`sys.exit`) and ``"_exit:CODE"`` (`os._exit`). An exception is raised as it is.
+        The fault, as text or as the exception to raise. ``"delay:SECONDS"`` delays the rank, at
+        each collective if `collective` is not set; ``"jitter:SECONDS"`` delays it at each
+        collective by a random time up to that; ``"kill"`` sends SIGKILL, and ``"stop"`` SIGSTOP;
+        ``"exhaust"`` makes an allocation that fails with `MemoryError`; ``"corrupt:BIT"`` flips
+        this bit (by default the sign of the first number) in the next floating-point numbers that
+        the rank receives; ``"raise:CLASS"`` raises a builtin exception or one of
+        `mpistrat.errors`; ``"exit:CODE"`` calls `sys.exit`, and ``"_exit:CODE"`` `os._exit`.
     rank : int, optional
-        By default every rank.
+        The rank on which the fault happens. Default: every rank.
     collective : int, optional
-        Which one, counted from this call: 1 is the next.
+        The number of the collective, counted from this call: 1 is the next one. Only ``"delay"``
+        may leave it out, and ``"jitter"`` does not take it.
     seed : int, optional
-        Of the random numbers of jitter; each rank draws its own.
+        Seed of the random delays of ``"jitter"``; not negative. Each rank draws its own delays.
+        Default: 0.
     strategy : Strategy, optional
-        Whose collectives are counted. By default those of the strategy in whose scope the call
-        is made, else of the strategies over all ranks of the job.
+        The strategy whose collectives are counted. Default: the strategy in whose scope the call
+        is made; outside of every scope, the strategies over all ranks of the job.
 
     Returns
     -------
     Injection
-        Its ``remove()`` takes the fault back, also at the end of a ``with`` block.
+        Its ``remove()`` takes the fault back, as does the end of a ``with`` block.
 
     Raises
     ------
     ValueError
-        For a fault that cannot be read, a rank that there is not, or where the setting
-        ``MPISTRAT_CHECKS`` is off.
+        If the fault cannot be parsed, there is no such rank, or the setting ``MPISTRAT_CHECKS``
+        is off.
     ContextError
         If there is no strategy yet.
 
@@ -76,7 +78,7 @@ def _read(
     given = {"rank": rank, "collective": collective, "seed": seed}
     place = ",".join(f"{key}={value}" for key, value in given.items() if value is not None)
     if isinstance(fault, BaseException):
-        # Read under a name that the grammar knows, because the class may be the user's own.
+        # Parse it under a name that the grammar knows, because the class may be the user's own.
         read = read_fault(f"raise:Exception@{place}")
         text = f"raise:{type(fault).__name__}@{place}"
         return Fault("raise", fault, read.rank, read.collective, read.seed, text)

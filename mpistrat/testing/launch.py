@@ -22,16 +22,16 @@ from mpistrat.mpi.mpiexec import mpiexec
 from mpistrat.system.processes import Program, send_signal
 
 _UNWANTED = (
-    # An unbuffered Python writes a line and its end separately, so that lines of ranks mix.
+    # Unbuffered, Python writes a line and its newline separately, so the lines of ranks mix.
     "PYTHONUNBUFFERED",
-    # Every rank would compile the package again.
+    # With it every rank would compile the package again.
     "PYTHONDONTWRITEBYTECODE",
 )
 _RANK_VARIABLES = (("PMI_RANK", "PMI_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"))
 
 
 def rank_and_size() -> tuple[int, int] | None:
-    """Return rank and size in the world that mpiexec started, ``None`` outside of one."""
+    """Return rank and number of ranks of this process, or ``None`` outside of mpiexec."""
     variables = settings.environment()
     for rank, size in _RANK_VARIABLES:
         if rank in variables and size in variables:
@@ -40,12 +40,12 @@ def rank_and_size() -> tuple[int, int] | None:
 
 
 def is_open_mpi() -> bool:
-    """Return whether `mpiexec` is that of Open MPI."""
+    """Return whether `mpiexec` belongs to Open MPI."""
     return "--oversubscribe" in mpiexec(1)
 
 
 def environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the environment of a new world: one thread per rank, shared cores and GPUs."""
+    """Return the environment for a new job: one thread per rank, shared cores and GPUs."""
     variables = without_launcher()
     for name in _UNWANTED:
         variables.pop(name, None)
@@ -54,7 +54,7 @@ def environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
         "OPENBLAS_NUM_THREADS": "1",
         "MPISTRAT_OVERSUBSCRIBE": "on",
         "MPISTRAT_SHARE_GPUS": "on",
-        # A rank that crashes, or is asked by SIGABRT because it hangs, prints where it is.
+        # A rank prints its stacks if it crashes, or if it hangs and gets SIGABRT.
         "PYTHONFAULTHANDLER": "1",
     }
     return variables | dict(changes or {})
@@ -66,7 +66,7 @@ class Launched(Program):
     Attributes
     ----------
     process : subprocess.Popen
-        The launcher, or the program itself where ``ranks`` is `None`.
+        The launcher, or the program itself if ``ranks`` is `None`.
     """
 
     def __init__(
@@ -85,13 +85,13 @@ class Launched(Program):
         super().__init__(command, environment(env), cwd, capture)
 
     def ask_for_stacks(self, patience_s: float = 2) -> None:
-        """Have every Python process of the program print its stacks and end."""
+        """Make every Python process of the program print its stacks and exit."""
         own = os.path.realpath(sys.executable)
         pids = self.pids()
         asked = [pid for pid in pids if _program_of(pid) == own]
         launchers = [pid for pid in pids if pid not in asked]
-        # One after the other, or their lines mix. The launcher is stopped meanwhile, because it
-        # would kill the others as soon as one ends.
+        # Ask one after the other, or their lines mix. Stop the launcher meanwhile, because it would
+        # kill the other ranks as soon as one exits.
         send_signal(signal.SIGSTOP, launchers)
         for pid in asked:
             send_signal(signal.SIGCONT, [pid])
@@ -100,7 +100,7 @@ class Launched(Program):
             while _is_running(pid) and time.monotonic() < end:
                 time.sleep(0.01)
         send_signal(signal.SIGCONT, launchers)
-        # Until it ends, the launcher forwards what the ranks have printed.
+        # The launcher forwards the output of the ranks until it exits.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(patience_s)
 
@@ -114,7 +114,7 @@ class Launched(Program):
             time.sleep(0.02)
 
     def finish(self, limit_s: float) -> subprocess.CompletedProcess[str]:
-        """Return code and output at the end; at the limit raise AssertionError with all stacks."""
+        """Wait, and return exit code and output; at the limit, raise AssertionError with stacks."""
         try:
             code = self.wait(limit_s)
         except subprocess.TimeoutExpired:
@@ -133,18 +133,27 @@ def run(
     cwd: str | os.PathLike[str] | None = None,
     env: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``python *arguments`` on `ranks` ranks, without mpiexec where that is `None`. Local.
+    """Run ``python *arguments`` on several ranks, and wait for its end. Local.
 
     Parameters
     ----------
     arguments : sequence of str or path
-        What follows ``python``.
+        The arguments of ``python``, such as ``["train.py", "--epochs", "2"]``.
     ranks : int, optional
+        Number of ranks that ``mpiexec`` starts. Default: the program runs without ``mpiexec``.
     limit_s : float
-        A program that takes longer is killed with all its ranks.
+        Time limit in seconds. A program that takes longer is killed with all its ranks.
     cwd : path, optional
+        Working directory of the program. Default: the current one.
     env : mapping, optional
-        Variables on top of `environment`.
+        Environment variables to add or replace. By default the program gets the environment of this
+        process without the launcher's variables, runs one thread per rank, and its ranks may share
+        cores and GPUs.
+
+    Returns
+    -------
+    subprocess.CompletedProcess
+        Exit code, standard output and standard error, as strings.
 
     Raises
     ------
@@ -161,9 +170,9 @@ def run(
 
 
 def _is_running(pid: int) -> bool:
-    """Return whether the process exists and is no zombie."""
+    """Return whether the process exists and is not a zombie."""
     try:
-        # The name of the program, in parentheses, may itself hold spaces and ")" (proc(5)).
+        # The program name, in parentheses, may itself contain spaces and ")" (proc(5)).
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
@@ -180,7 +189,7 @@ _DESCRIPTION = "Run a Python program on several MPI ranks of this machine, with 
 
 
 def main() -> int:
-    """Run the program that the command line gives; return its exit code."""
+    """Run the program that the command line names, and return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m mpistrat.testing", description=_DESCRIPTION)
     parser.add_argument("-n", type=int, required=True, dest="ranks", help="number of ranks")
     parser.add_argument(
@@ -194,7 +203,7 @@ def main() -> int:
         "arguments", nargs="+", help="after --: the arguments of python, such as -m pytest"
     )
     args = parser.parse_args()
-    # Open MPI gives rank 0 its own terminal, even where the output goes to a file.
+    # Open MPI gives rank 0 its own terminal, even if the output goes to a file.
     colour = {} if sys.stdout.isatty() else {"NO_COLOR": "1"}
     launched = Launched(args.arguments, args.ranks, env=colour, capture=False)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

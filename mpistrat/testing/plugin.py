@@ -29,13 +29,14 @@ _PATIENCE_S = 1.0
 class _DeadlockReporter:
     """Ends a test that runs too long, and prints the stacks of all ranks of this node."""
 
-    # The ranks of a node have the same parent, which names a folder in common. Each rank has a
-    # file there, and writes its stacks to it at a signal, even while it is blocked in MPI. The
-    # first rank over its limit signals all, prints the files in rank order and ends the job.
+    # The ranks of a node have the same parent process, whose id names their common folder. Each
+    # rank has a file there, and writes its stacks to it on a signal, even while it is blocked in
+    # MPI. The first rank over its limit signals all, prints the files in rank order and ends the
+    # job.
 
     def __init__(self, rank: int, size: int) -> None:
         self._size = size
-        # Tests capture standard error, so this is a copy from before they began.
+        # Tests capture standard error, so duplicate it before they begin.
         self._error_output = os.dup(2)
         self._timer: threading.Timer | None = None
         self._folder = Path(tempfile.gettempdir()) / f"mpistrat-stacks-{_parent()}"
@@ -70,7 +71,7 @@ class _DeadlockReporter:
     def _end(self, test: str, limit_s: float) -> None:
         try:
             (self._folder / "asked").touch(exist_ok=False)
-        except OSError:  # another rank reports, and needs time to print
+        except OSError:  # another rank reports the hang, and needs time to print
             time.sleep(3 * _PATIENCE_S)
             os._exit(1)
         title = f"{test} ran over {limit_s:g} s. The stacks of the ranks on this node:\n"
@@ -96,9 +97,9 @@ class _DeadlockReporter:
 
 
 def _parent() -> str:
-    """Return a name of the parent process that stays unique when its pid is used again."""
+    """Return a name of the parent process that stays unique when its pid is reused."""
     pid = os.getppid()
-    # Field 22, the start of the process (proc(5)). The first two end with the last ")".
+    # Field 22 is the start time of the process (proc(5)). The last ")" ends field 2.
     start_time = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     return f"{pid}-{start_time}"
 
@@ -110,7 +111,7 @@ _REPORTER = pytest.StashKey[_DeadlockReporter]()
 def strategy() -> MPIStrategy:
     """A strategy over all ranks. **Collective**.
 
-    It is usable again where the test before has ended in a `CollectiveError` on all ranks.
+    It works even if the test before has ended with a `CollectiveError` on all ranks.
     """
     return MPIStrategy()
 
@@ -122,7 +123,7 @@ def shared_tmp_path(strategy: MPIStrategy, tmp_path: Path) -> Path:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Prepare the reporter where there are several ranks."""
+    """Create the reporter if mpiexec has started this process."""
     world = rank_and_size()
     if world is not None:
         config.stash[_REPORTER] = _DeadlockReporter(*world)
@@ -137,7 +138,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True, optionalhook=True)
 def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
-    """Take over the limit of pytest-timeout where there are several ranks."""
+    """Replace the timer of pytest-timeout if mpiexec has started this process."""
     reporter = item.config.stash.get(_REPORTER, None)
     if reporter is None:
         return None
@@ -147,7 +148,7 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
 
 @pytest.hookimpl(tryfirst=True, optionalhook=True)
 def pytest_timeout_cancel_timer(item: pytest.Item) -> bool | None:
-    """Cancel the limit."""
+    """Cancel the timer."""
     reporter = item.config.stash.get(_REPORTER, None)
     if reporter is None:
         return None

@@ -1,7 +1,7 @@
-"""Smoke test of an installation: ``python -m mpistrat.testing smoke``, alone or under a launcher.
+"""Smoke test of an installation: ``python -m mpistrat.testing smoke``, with or without a launcher.
 
-Every expectation is a function of the rank and the number of ranks, so that the same command is
-right in a recipe, on a login node and in a job of a thousand ranks.
+The checks compute every expected value from the rank and the number of ranks. So the same command
+works in a recipe, on a login node and in a job of a thousand ranks.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ _BATCH = 24
 
 @dataclass(frozen=True)
 class _Job:
-    """What the checks work with."""
+    """Arguments of the checks."""
 
     strategy: Any
     rank: int
     size: int
     folder: Path
-    """Seen by all ranks."""
+    """A temporary folder that all ranks see."""
 
     @property
     def uses_gpu(self) -> bool:
-        """Whether the arrays of this rank lie on a GPU."""
+        """Whether the arrays of this rank are in GPU memory."""
         return not is_on_host(self.strategy.extended.xp.zeros(1))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run all checks; return 0, or 1 where the ranks do not find each other."""
+    """Run all checks, and return 0. Return 1 if MPI does not start."""
     parser = argparse.ArgumentParser(
         prog="python -m mpistrat.testing smoke",
         description="Try an installation: collectives, data, training and checkpoints, in seconds. "
@@ -96,7 +96,7 @@ def _perform(check: Callable[[_Job], str], job: _Job) -> None:
     try:
         found = check(job)
     except BaseException as error:
-        # What is raised ends the job on all ranks.
+        # The exception ends the job on all ranks.
         text = f"smoke: {name} failed on rank {job.rank} of {job.size}: {error!r}"
         print(text, file=sys.stderr, flush=True)
         raise
@@ -132,7 +132,7 @@ def _launch(job: _Job) -> str:
 
 
 def _describe_gpus(gpus: Sequence[str | None]) -> str:
-    """Return who computes where, of the GPU of each rank, ``None`` for host memory."""
+    """Return how many ranks use a GPU, as text; `gpus` has ``None`` for host memory."""
     with_gpu = [gpu for gpu in gpus if gpu is not None]
     num_gpus = len(set(with_gpu))
     if not with_gpu:
@@ -157,7 +157,7 @@ def _collectives(job: _Job) -> str:
                 found = host_copy(replica.all_reduce(ReduceOp.SUM, own))
                 expected = np.full(length, total).astype(dtype)  # small integers wrap around
                 _expect(found, expected, f"all_reduce of {np.dtype(dtype)}")
-        own = xp.full((job.rank + 1, 2), job.rank)  # each rank has another number of rows
+        own = xp.full((job.rank + 1, 2), job.rank)  # each rank has a different number of rows
         found = host_copy(replica.all_gather(own, axis=0))
         rows = np.repeat(np.arange(job.size), np.arange(1, job.size + 1))
         _expect(found[:, 0], rows, "all_gather")
@@ -188,7 +188,7 @@ def _data(job: _Job) -> str:
         with hdf5.h5py().File(path, "w") as file:
             x = np.arange(_NUM_EXAMPLES, dtype=np.float32)
             file.create_dataset("x", data=x, chunks=(16,), compression="gzip")
-    context.collectives_of(job.strategy).gather_json(None, "smoke")  # until it is there
+    context.collectives_of(job.strategy).gather_json(None, "smoke")  # wait for the file
     data = Dataset.from_hdf5(str(path), "x").shuffle(seed=1).batch(_BATCH)
     batches = job.strategy.experimental_distribute_dataset(data)
     own: list[float] = []
@@ -255,5 +255,5 @@ def _torch(job: _Job) -> str:
 
 CHECKS = (
     *(_installation, _launch, _collectives, _data, _training, _checkpoint, _gpu, _torch),
-    _disagreement,  # the last: after it the ranks cannot work together
+    _disagreement,  # must be last, because after it the ranks cannot work together
 )

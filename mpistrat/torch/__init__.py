@@ -1,6 +1,7 @@
 """PyTorch over MPI: a backend of torch.distributed.
 
-Importing this registers the backend ``mpistrat`` and the rendezvous ``mpi://``. It starts no MPI.
+Importing this registers the backend ``mpistrat`` and the rendezvous ``mpi://``. It does not start
+MPI.
 """
 
 import importlib
@@ -31,7 +32,7 @@ __all__ = [
 
 mpistrat_torch_autoload.autoload()
 
-# They need torch.distributed.checkpoint, whose import takes as long as all the others here.
+# They need torch.distributed.checkpoint, whose import takes as long as all other imports here.
 _LAZY = {"HDF5Reader": "mpistrat.torch.dcp_reader", "HDF5Writer": "mpistrat.torch.dcp"}
 
 

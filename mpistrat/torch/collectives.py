@@ -1,7 +1,7 @@
-"""Operations of a process group, by the names that torch calls them.
+"""Operations of a process group, under torch's names.
 
 Each public method returns a `GroupWork`. Ranks compare operation, operator, root, dtypes and shapes
-before anything moves.
+before any data is sent.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ Body = Callable[[CollectiveCall], object]
 
 
 class Operations:
-    """The collectives of a group, for a class that has its queue and its collectives."""
+    """The collectives of a group, a base for a class that has its queue and its collectives."""
 
     _collectives: Collectives
     _queue: GroupQueue
 
     def issue(self, kind: str, body: Body, outputs: list[Any], opts: Any) -> GroupWork:
-        """Do `body` inside the collective `kind` in turn, and return its work."""
+        """Run `body` inside the collective `kind`, in the queue's order, and return its work."""
         check_is_of_ranks(kind)
 
         def operation() -> None:
@@ -66,7 +66,7 @@ class Operations:
                 body(call)
 
         work = GroupWork(kind, operation, outputs, users_place(sys._getframe(2)))
-        is_async = getattr(opts, "asyncOp", True)  # torch 2.7 says it of few
+        is_async = getattr(opts, "asyncOp", True)  # torch 2.7 sets it for only a few
         self._queue.add(work, is_async, _num_bytes(outputs) if is_async else 0)
         return work
 
@@ -95,7 +95,7 @@ class Operations:
         return self.issue("torch.all_reduce_coalesced", body, tensors, opts)
 
     def reduce(self, tensors: list[torch.Tensor], opts: Any = None) -> GroupWork:
-        """Reduce the tensor to one rank, in place there."""
+        """Reduce the tensor to one rank, in place on that rank."""
         opts = opts or c10d.ReduceOptions()
         (tensor,) = tensors
         how = {"op": opts.reduceOp, "tensor": tensor, "root": opts.rootRank}
@@ -105,7 +105,7 @@ class Operations:
     def reduce_scatter(
         self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None
     ) -> GroupWork:
-        """Reduce the tensors of all ranks for each rank to it."""
+        """Reduce, for each rank, the tensors that all ranks have for it."""
         opts = opts or c10d.ReduceScatterOptions()
         how = {"op": opts.reduceOp, "output": outputs[0], "inputs": inputs[0]}
         body = functools.partial(tensor_reductions.reduce_scatter, **how)
@@ -114,7 +114,7 @@ class Operations:
     def reduce_scatter_single(
         self, output: torch.Tensor, source: torch.Tensor, opts: Any = None
     ) -> GroupWork:
-        """Reduce equal parts of one tensor, to each rank its own."""
+        """Reduce one tensor, and keep on each rank its own one of the equal parts."""
         opts = opts or c10d.ReduceScatterOptions()
 
         def body(call: CollectiveCall) -> None:
@@ -126,7 +126,7 @@ class Operations:
     def reduce_scatter_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> GroupWork:
-        """Do `reduce_scatter_single` of each pair."""
+        """Call `reduce_scatter_single` for each pair."""
         opts = opts or c10d.ReduceScatterOptions()
 
         def body(call: CollectiveCall) -> None:
@@ -138,7 +138,7 @@ class Operations:
         return self.issue("torch.reduce_scatter_tensor_coalesced", body, outputs, opts)
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> GroupWork:
-        """Overwrite the tensor with that of one rank."""
+        """Overwrite the tensor with the tensor of one rank."""
         opts = opts or c10d.BroadcastOptions()
         (tensor,) = tensors
 
@@ -176,7 +176,7 @@ class Operations:
     def gather(
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
     ) -> GroupWork:
-        """Send the tensor to one rank, which receives those of all."""
+        """Send the tensor to one rank, which receives the tensors of all ranks."""
         opts = opts or c10d.GatherOptions()
         (own,), parts = inputs, outputs[0] if outputs else []
 
@@ -199,7 +199,7 @@ class Operations:
     def gather_single(
         self, output: torch.Tensor, source: torch.Tensor, opts: Any = None
     ) -> GroupWork:
-        """Send the tensor to one rank, which receives those of all in one tensor."""
+        """Send the tensor to one rank, which receives the tensors of all ranks in one tensor."""
         opts, own = opts or c10d.GatherOptions(), self._collectives
         parts = output.chunk(own.size) if output.dim() == source.dim() else output.unbind()
         return self.gather([list(parts)] if own.rank == opts.rootRank else [], [source], opts)
@@ -229,7 +229,7 @@ class Operations:
     def all_gather_single(
         self, output: torch.Tensor, source: torch.Tensor, opts: Any = None
     ) -> GroupWork:
-        """Receive the tensors of all ranks in one, one behind the other."""
+        """Receive the tensors of all ranks in one tensor, one behind the other."""
         body = functools.partial(_gather_into, outputs=[output], inputs=[source])
         return self.issue(
             "torch.all_gather_into_tensor", body, [output], opts or c10d.AllgatherOptions()
@@ -238,7 +238,7 @@ class Operations:
     def allgather_into_tensor_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> GroupWork:
-        """Do `all_gather_single` of each pair."""
+        """Call `all_gather_single` for each pair."""
         body = functools.partial(_gather_into, outputs=outputs, inputs=inputs)
         return self.issue(
             "torch.all_gather_into_tensor_coalesced", body, outputs, opts or c10d.AllgatherOptions()
@@ -329,10 +329,10 @@ class Operations:
         return self.issue("torch.all_to_all_single", body, [output], opts or c10d.AllToAllOptions())
 
     def barrier(self, opts: Any = None) -> GroupWork:
-        """Return once all ranks have come."""
+        """Return once all ranks have called it."""
         return self.issue("torch.barrier", wait_for_all, [], opts)
 
-    # Names of other versions of torch.
+    # Names in other versions of torch.
     gather_into_tensor = gather_single
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
@@ -348,7 +348,7 @@ def _parts_of_root(
     name: str,
     root: int,
 ) -> list[Operand]:
-    """Return the `parts` that `root` must have, one like `own` for each rank; else nothing."""
+    """Return the `parts` that `root` must have, one like `own` per rank; elsewhere nothing."""
     check_root(call, root)
     if call.channel.rank != root:
         return []
@@ -366,8 +366,8 @@ def _gather_into(
         targets.append(target_of(call, output))
         sources.append(source_of(call, source))
         check_whole(call, output, source, "output", "input")
-    # Sharded modules gather a parameter from its place in it. MPI_IN_PLACE is for all ranks or none
-    # (MPI 4.1, section 6.2), and these may differ.
+    # Sharded modules gather a parameter from its place inside the output. MPI_IN_PLACE must be used
+    # by all ranks or by none (MPI 4.1, section 6.2), and these ranks may differ.
     sent = [apart(*pair) for pair in zip(sources, targets, strict=True)]
     # The output of one pair may be the input of a later one.
     if len(sent) > 1 and not are_apart([each.memory for each in sent], outputs):
@@ -387,11 +387,11 @@ def _exchange(
     received: Sequence[int],
     out: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Send elements to all ranks, and receive theirs, once agreed. **Collective**."""
+    """Send elements to all ranks, and receive theirs, once the ranks agree. **Collective**."""
     transport, size = call.channel.transport, call.channel.size
     with call.moving():
-        # After this each rank knows what every rank sends to each, and what each expects. All ranks
-        # make the same comparison, so either all raise or all exchange.
+        # After this each rank knows how much every rank sends to each, and how much each expects.
+        # All ranks make the same comparison, so either all raise or all exchange.
         own = np.array([*sent, *received], np.int64)
         table = transport.all_gather(own, [own.size] * size).reshape(size, 2, size)
     wrong = np.argwhere(table[:, 0] != table[:, 1].T)
@@ -407,7 +407,7 @@ def _exchange(
 
 
 def _num_bytes(outputs: Sequence[Any]) -> int:
-    """Return the length of tensors, or of lists of them."""
+    """Return the number of bytes of tensors, or of lists of them."""
     return sum(
         _num_bytes(each) if isinstance(each, list) else each.numel() * each.element_size()
         for each in outputs

@@ -40,29 +40,30 @@ _NO_BATCH_SIZE = (
 
 
 class HDF5Dataset(IterableDataset[Any]):
-    """The part of each global batch that this rank has, as tensors.
+    """The part of each global batch that this rank gets, as tensors.
 
-    **Collective** over `group`: every rank makes one from the same `dataset`. Iterate over it
-    directly, or through ``DataLoader(dataset, batch_size=None)``. Each iteration is the next pass.
-    The order is that of ``Strategy.experimental_distribute_dataset``: global batch k holds the same
-    examples at any number of ranks, and rank r gets its r-th slice. If the last batch is short,
-    some ranks may get none of it: their tensors have length 0, whose mean is NaN. Drop such a batch
-    by ``batch(..., drop_remainder=True)``, or let DDP continue without these ranks by ``Join``.
+    **Collective** over `group`: every rank creates one from the same `dataset`. Iterate over it
+    directly, or through ``DataLoader(dataset, batch_size=None)``. Each iteration is the next epoch.
+    The order is the same as in ``Strategy.experimental_distribute_dataset``: global batch k holds
+    the same examples at any number of ranks, and rank r gets its r-th slice. If the last batch is
+    short, some ranks may get no examples of it: their tensors have length 0, whose mean is NaN.
+    Drop such a batch by ``batch(..., drop_remainder=True)``, or let DDP continue without these
+    ranks by ``Join``.
 
     Tensors share the memory of the arrays that were read, without a copy, and nothing else writes
-    to it. What a function given to `map` returns is passed on unchanged. Arrays of a dtype that
-    PyTorch does not have, such as text, remain NumPy arrays. A `Ragged`, as ``ragged_batch`` makes
-    it, becomes a nested tensor in the jagged layout, whose ``values()`` and ``offsets()`` share its
-    memory; of a rank that gets no example of a batch, too.
+    to it. Values that a function passed to `map` returns are yielded unchanged, unless they are
+    arrays. Arrays of a dtype that PyTorch does not have, such as strings, remain NumPy arrays. A
+    `Ragged`, which ``ragged_batch`` returns, becomes a nested tensor in the jagged layout, whose
+    ``values()`` and ``offsets()`` share its memory, even on a rank that gets no example of a batch.
 
     ``len()`` is not defined; see `num_batches`.
 
     Parameters
     ----------
     dataset : mpistrat.data.Dataset
-        Its batches are the global batches.
+        Dataset whose batches are the global batches. The same on all ranks.
     group : torch.distributed.ProcessGroup, optional
-        A group of the backend mpistrat; by default the world group. A single process needs none.
+        A group of the backend mpistrat. Default: the world group. A single process needs no group.
     pin_memory : bool
         Whether tensors are in page-locked memory, from which copies to an accelerator can overlap
         with computation. Files are read straight into it; other tensors are copied, as
@@ -73,11 +74,11 @@ class HDF5Dataset(IterableDataset[Any]):
     LaunchError
         If the process is one of several, and there is no process group.
     TypeError
-        If `group` has another backend, or `dataset` is not an `mpistrat.data.Dataset`.
+        If `group` has a different backend, or `dataset` is not an `mpistrat.data.Dataset`.
     ValueError
         If `dataset` was not batched.
     DataError
-        If the ranks pass different data sets, or files are missing or damaged.
+        If the ranks pass different datasets, or files are missing or damaged.
 
     Examples
     --------
@@ -103,7 +104,7 @@ class HDF5Dataset(IterableDataset[Any]):
         self.strategy = _strategy_of(group)
         """The strategy of the group, for a checkpoint; ``None`` without one."""
         if self.strategy is not None:
-            dist.barrier(group)  # after asynchronous operations that are under way
+            dist.barrier(group)  # after pending asynchronous operations
         divides = self.strategy or OneDeviceStrategy()
         self._batches = divides.experimental_distribute_dataset(dataset)
         self._is_restored = False
@@ -113,15 +114,20 @@ class HDF5Dataset(IterableDataset[Any]):
 
     @property
     def num_batches(self) -> int | None:
-        """The number of batches in a pass, on each rank; ``None`` if endless or unknown. Local."""
+        """The number of batches per epoch, on each rank; ``None`` if endless or unknown. Local."""
         count = self._batches.cardinality()
         return None if count < 0 else count
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration be pass number `epoch`, from 0 on. Local.
+        """Set the epoch of the next iteration. Local.
 
         For loops that number their epochs themselves; call it on every rank. A position within this
-        pass that `load_state_dict` has restored is kept.
+        epoch that `load_state_dict` has restored is kept.
+
+        Parameters
+        ----------
+        epoch : int
+            Number of the epoch, from 0 on; the same on all ranks.
 
         Raises
         ------
@@ -133,19 +139,27 @@ class HDF5Dataset(IterableDataset[Any]):
             self._batches.load_state_dict({"pass": epoch, "batch": 0})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the batch that was yielded last. Local.
+        """Return the position after the last batch that was yielded. Local.
 
-        It consists of JSON values, is the same on all ranks, and is valid at any number of ranks.
+        Returns
+        -------
+        dict
+            JSON values, the same on all ranks. The position is valid at any number of ranks.
         """
         return self._batches.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next iteration resume at a position. Local; call it on every rank.
 
+        Parameters
+        ----------
+        state : dict
+            A position that `state_dict` returned; the same on all ranks.
+
         Raises
         ------
         TypeError, ValueError
-            If it is not a position, or not one that this data set has.
+            If `state` is not a position, or not a position in this dataset.
         """
         self._batches.load_state_dict(state)
         self._is_restored = True
@@ -153,14 +167,14 @@ class HDF5Dataset(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         if get_worker_info() is not None:
             raise ValueError(_NO_WORKERS)
-        # A loader does not tell its data set; what fetches for it calls this.
+        # A loader does not tell its dataset that it batches; its fetcher is the caller here.
         fetcher = sys._getframe(1).f_locals.get("self")
         if getattr(fetcher, "auto_collation", False):
             raise ValueError(_NO_BATCH_SIZE)
         return self._elements()
 
     def _elements(self) -> Iterator[Any]:
-        # The pass begins with its first batch: loaders also make iterators just for their state.
+        # The epoch begins with its first batch: loaders also create iterators just for their state.
         self._is_restored = False
         with closing(iter(self._batches)) as elements:
             yield from map(functools.partial(nests.map_nest, self._tensor), elements)
@@ -191,10 +205,11 @@ def _strategy_of(group: dist.ProcessGroup | None) -> Strategy | None:
 
 
 def _as_tensor(array: np.ndarray) -> Any:
-    """Return a tensor that shares the memory of `array`, or `array` for other dtypes."""
+    """Return a tensor that shares the memory of `array`; `array` if PyTorch lacks its dtype."""
     if _torch_dtype(array.dtype) is None:
         return array
-    # What a function given to `map` returns may be read-only, reversed, or in another byte order.
+    # An array that a function passed to `map` returns may be read-only, reversed, or in a different
+    # byte order.
     try:
         return torch.from_numpy(array if array.flags.writeable else array.copy())
     except ValueError:
@@ -231,7 +246,7 @@ def _read_into_pinned_memory(dataset: Any) -> Any:
 
 
 def _pinned_array(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return an array in page-locked memory; in ordinary one if PyTorch has no such dtype."""
+    """Return an array in page-locked memory; in ordinary memory if PyTorch lacks the dtype."""
     known = _torch_dtype(dtype)
     if known is None:
         return np.empty(shape, dtype)
@@ -241,7 +256,7 @@ def _pinned_array(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 def _pinned(array: np.ndarray) -> Any:
     """Return a tensor in page-locked memory: that of `array`, or a copy."""
-    # Only for tensors that it allocated does PyTorch wait for copies before it reuses the memory.
+    # PyTorch waits for copies before it reuses the memory only for tensors that it allocated.
     owner: Any = array.base
     if isinstance(owner, torch.Tensor) and owner.is_pinned():
         return owner

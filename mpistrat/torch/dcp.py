@@ -1,4 +1,4 @@
-"""StorageWriter of torch.distributed.checkpoint that writes one HDF5 file, by all ranks."""
+"""StorageWriter of torch.distributed.checkpoint: all ranks write one HDF5 file."""
 
 from __future__ import annotations
 
@@ -49,17 +49,17 @@ from mpistrat.torch.stored import name_of, on_host, stored_dtype
 _WHAT = "HDF5Writer"
 
 Keys = tuple[str | int, ...]
-"""The keys that lead to a value in a state dict."""
+"""The keys by which a value is found in a state dict."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Task:
-    """What the coordinator tells one rank, in the plan of that rank."""
+    """Instructions of the coordinator for one rank, in the plan of that rank."""
 
     room: Room
-    """Of the tensors that this rank writes or reads back."""
+    """Space of the tensors that this rank writes or reads back."""
     runs: list[PageRun]
-    """The pages that this rank reads back once all are written, for their digests."""
+    """The pages that this rank reads back, for their digests, once all are written."""
     num_threads: int
     is_spread: bool
     """Whether the ranks are on several hosts."""
@@ -70,10 +70,10 @@ class HDF5Writer(StorageWriter):
     """Storage of `torch.distributed.checkpoint.save` and ``async_save``: one HDF5 file.
 
     All ranks write their shards to it at the same time. Each tensor is one dataset of its global
-    shape, which h5ls shows. Numbers, texts and lists of them are JSON. The file is a checkpoint of
-    mpistrat: `mpistrat inspect`, `mpistrat.Checkpoint.restore` and `HDF5Reader` read it, on any
-    number of ranks. It appears under its name once it is complete and on disk; where a save fails
-    or is killed, what was there before is unchanged.
+    shape, which h5ls shows. Numbers, strings and lists of them are JSON. The file is a checkpoint
+    of mpistrat: `mpistrat inspect`, `mpistrat.Checkpoint.restore` and `HDF5Reader` read it, on any
+    number of ranks. It appears under its name once it is complete and on disk. If a save fails or
+    is killed, a file that was there before is unchanged.
 
     **Local**; `torch.distributed.checkpoint.save` is **Collective** over its process group, which
     may be of any backend. All ranks must see the folder.
@@ -81,21 +81,21 @@ class HDF5Writer(StorageWriter):
     Parameters
     ----------
     path : str or path
-        The file. ``checkpoint_id=`` of a save takes its place.
+        The file to write, the same on all ranks. ``checkpoint_id=`` of a save replaces it.
     step : int
-        The training step, which the file tells; -1 where unknown.
+        The training step, which is stored in the file; -1 if it is unknown.
 
     Raises
     ------
     TypeError
-        If `path` is no path, or `step` no integer.
+        If `path` is not a path, or `step` is not an integer.
 
     Notes
     -----
-    The errors of a save reach the program in a ``CheckpointException`` of torch, by rank:
-    `CheckpointError` if the file cannot be written, TypeError for tensors that HDF5 has no type
-    for (sparse, quantized) and for values that are neither tensors nor JSON, ValueError for keys
-    at the top of the state dict that contain ``/``.
+    A save raises its errors in a ``CheckpointException`` of torch, by rank: `CheckpointError` if
+    the file cannot be written, TypeError for tensors that HDF5 has no type for (sparse, quantized)
+    and for values that are neither tensors nor JSON, ValueError for keys at the top of the state
+    dict that contain ``/``.
 
     ``async_save`` needs a group that nothing else uses, ``process_group=dist.new_group()``, because
     the program keeps using the other groups in the meantime.
@@ -118,13 +118,13 @@ class HDF5Writer(StorageWriter):
         """The file, on the coordinator, until it is complete."""
         self._paths: dict[str, Keys] = {}
         self._dtypes: dict[str, str] = {}
-        """Of all tensors, by name."""
+        """Dtypes of all tensors, by name."""
 
     def __repr__(self) -> str:
         return f"HDF5Writer({self._path!r}, step={self._step})"
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin another file, where given under the path `checkpoint_id`."""
+        """Begin a new file, at the path `checkpoint_id` if it is passed."""
         self._abandon("another save has begun")
         if checkpoint_id is not None:
             self._path = checked_path(_WHAT, checkpoint_id)
@@ -135,7 +135,7 @@ class HDF5Writer(StorageWriter):
         return self._path
 
     def storage_meta(self) -> StorageMeta:
-        """Return the path, as torch's planners want it."""
+        """Return the path in the form that torch's planners expect."""
         return StorageMeta(checkpoint_id=self._path, save_id=uuid.uuid4().hex)
 
     @classmethod
@@ -144,7 +144,7 @@ class HDF5Writer(StorageWriter):
         return os.fspath(checkpoint_id).endswith((".h5", ".hdf5"))
 
     def set_up_storage_writer(self, is_coordinator: bool, *_: Any, **kwargs: Any) -> None:
-        """Refuse saves in which no rank coordinates the others."""
+        """Raise for saves in which no rank coordinates the others."""
         if not kwargs.get("use_collectives", True) and dist.is_initialized():
             raise ValueError(
                 f"{_WHAT} writes one file of all ranks, so they must plan it together. Leave "
@@ -152,14 +152,14 @@ class HDF5Writer(StorageWriter):
             )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Check that tensors can be stored, and say which cores this rank has."""
+        """Check that tensors can be stored, and report which cores this rank has."""
         for item in plan.items:
             if item.tensor_data is not None:
                 _check_storable(item.index.fqn, item.tensor_data.properties)
         return dataclasses.replace(plan, storage_data=this_worker())
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Make the file with room for all tensors, on the coordinator."""
+        """Create the file with space for all tensors, on the coordinator."""
         if not all(getattr(plan, "usable", True) for plan in plans):
             raise ValueError(
                 f"{_WHAT} makes a new file in each save, so plans cannot be kept from one save to "
@@ -175,7 +175,7 @@ class HDF5Writer(StorageWriter):
         }
         _check_paths(self._paths, tensors)
         self._file = file = RootFile(True, self._path, _header(self._step, len(plans)), None)
-        # A save that fails elsewhere does not call this writer again.
+        # If a save fails elsewhere, torch does not call this writer again.
         given_up = CheckpointError("the save was given up")
         self._finalizer = weakref.finalize(self, file.abandon, given_up)
         self._finalizer.atexit = False
@@ -185,12 +185,12 @@ class HDF5Writer(StorageWriter):
         return _with_tasks(plans, self._room)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's shards, wait for the others, and read back some of the pages."""
+        """Write this rank's shards, wait for the other ranks, and read back some of the pages."""
         task: _Task = plan.storage_data
         results: list[WriteResult] = []
         try:
-            # The end of the stage reports this rank, also after an error, so the others do not wait
-            # for it until their time is over.
+            # The end of the stage reports this rank, even after an error, so the other ranks do not
+            # wait for it until their timeout.
             with task.meeting.stage("written") as written:
                 results += self._write_items(plan, planner, task)
             if written.is_everywhere():
@@ -198,7 +198,7 @@ class HDF5Writer(StorageWriter):
                     found = task.room.read_back(task.runs, task.num_threads) if task.runs else []
                     results += [WriteResult(MetadataIndex(each[0]), 0, each) for each in found]
                 # Only the coordinator waits: if a different rank has failed, torch never calls
-                # `finish`, and the file has to be removed here.
+                # `finish`, and the file must be removed here.
                 if self._file is not None and not digested.is_everywhere():
                     self._abandon("another rank has failed")
             else:
@@ -224,13 +224,13 @@ class HDF5Writer(StorageWriter):
                     results.append(_write_value(item, path, planner))
                 else:
                     results.append(_write_shard(handle, item, _path(path), task.room, planner))
-            if task.is_spread and handle >= 0:  # else the coordinator's flush is for all
+            if task.is_spread and handle >= 0:  # else the coordinator's flush covers all ranks
                 with explaining(self._path):
                     os.fsync(handle)
         return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Add digests and JSON, flush the file and give it its name, on the coordinator."""
+        """Add digests and JSON, flush the file and rename it to its path, on the coordinator."""
         if self._file is None:
             raise RuntimeError(f"{_WHAT}.finish was called before prepare_global_plan")
         try:
@@ -273,7 +273,7 @@ class HDF5Writer(StorageWriter):
             writer.add(state_item(owner, rest, arrays))
 
     def _abandon(self, reason: BaseException | str) -> None:
-        """Remove what has been written, because of `reason`; what is complete stays."""
+        """Remove the data that has been written, because of `reason`; a complete file stays."""
         file, self._file = self._file, None
         if file is not None:
             self._finalizer.detach()
@@ -283,12 +283,12 @@ class HDF5Writer(StorageWriter):
 
 
 def _path(keys: Keys) -> str:
-    """Return the path in the file of what is at these keys of a state dict."""
+    """Return the path in the file of the value at these keys of a state dict."""
     return "/".join(map(str, keys))
 
 
 def _check_storable(fqn: str, properties: Any) -> None:
-    """Refuse tensors that HDF5 has no form for."""
+    """Raise for tensors that HDF5 has no form for."""
     reason = ""
     if properties.layout is not torch.strided:
         reason = f"a sparse tensor of layout {properties.layout} (save .to_dense(), or its parts)"
@@ -299,7 +299,7 @@ def _check_storable(fqn: str, properties: Any) -> None:
 
 
 def _paths_of(plans: list[SavePlan]) -> dict[str, Keys]:
-    """Return by name the keys that lead to each value, which planners give that flatten dicts."""
+    """Return by name the keys of each value; planners that flatten dicts report them."""
     paths: dict[str, Keys] = {}
     for plan in plans:
         known = plan.planner_data if isinstance(plan.planner_data, Mapping) else {}
@@ -308,7 +308,7 @@ def _paths_of(plans: list[SavePlan]) -> dict[str, Keys]:
 
 
 def _check_paths(paths: Mapping[str, Keys], tensors: Iterable[str]) -> None:
-    """Refuse keys that cannot be paths in a file, and tensors that cannot stand side by side."""
+    """Raise for keys that cannot be paths in a file, and for tensors whose paths conflict."""
     for path in paths.values():
         if "/" in str(path[0]):
             raise ValueError(
@@ -329,7 +329,7 @@ def _header(step: int, num_ranks: int) -> Header:
 
 
 def _item_of(path: str, item: WriteItem) -> Item:
-    """Return the dataset for a tensor of its global shape."""
+    """Return the dataset for a tensor, in its global shape."""
     data: Any = item.tensor_data
     dtype: Any = stored_dtype(data.properties.dtype)
     own = name_of(data.properties.dtype)
@@ -337,7 +337,7 @@ def _item_of(path: str, item: WriteItem) -> Item:
 
 
 def _with_tasks(plans: list[SavePlan], room: Room) -> list[SavePlan]:
-    """Return the plans with a task for each rank."""
+    """Return the plans, each with the task of its rank."""
     workers: list[Worker] = [plan.storage_data for plan in plans]
     sizes = {name: each.num_bytes for name, each in room.extents.items()}
     is_spread = len({host for host, _ in workers}) > 1
@@ -377,7 +377,7 @@ def _write_value(item: WriteItem, path: tuple[str | int, ...], planner: SavePlan
     data.seek(0)
     try:
         value = torch.load(data, weights_only=True)
-    except Exception:  # what torch raises for other classes has no public name
+    except Exception:  # torch's error for other classes has no public name
         raise TypeError(
             f"{_WHAT}: the value at {item.index.fqn!r} of the state dict is neither a tensor nor a "
             "number, text, boolean, None, or a list, tuple or dict of these. Convert it, or leave "
@@ -392,7 +392,7 @@ def _like(tensors: Mapping[str, str], fqn: str, leaf: Any) -> Any:
 
 
 def _check_reversible(leaves: dict[str, Any], paths: dict[str, Keys]) -> None:
-    """Refuse values that a load would look for under other names."""
+    """Raise for values that a load would look up under different names."""
     found, _ = flatten_state_dict(unflatten_state_dict(leaves, paths))
     for fqn in leaves.keys() ^ found.keys():
         raise ValueError(

@@ -46,7 +46,7 @@ _WHAT = "HDF5Reader"
 
 @dataclasses.dataclass(frozen=True)
 class _Task:
-    """What the coordinator tells one rank, in the plan of that rank."""
+    """Instructions of the coordinator for one rank, in the plan of that rank."""
 
     verified: tuple[str, ...]
     """The datasets whose digests this rank checks."""
@@ -57,10 +57,10 @@ class _Task:
 class HDF5Reader(StorageReader):
     """Storage of `torch.distributed.checkpoint.load`: an HDF5 file.
 
-    It reads what `HDF5Writer` and `mpistrat.Checkpoint` have written, on any number of ranks: each
-    rank its own shards, one hyperslab for each. Before any tensor changes, all digests of what is
-    read have been checked; the ranks share this work. As with torch's own storages, tensors of
-    another dtype are converted.
+    It reads files that `HDF5Writer` and `mpistrat.Checkpoint` have written, on any number of ranks.
+    Each rank reads its own shards, one hyperslab per shard. All digests of this data are checked
+    before any tensor changes; the ranks share this work. As with torch's own storages, tensors of a
+    different dtype are converted.
 
     **Local**; `torch.distributed.checkpoint.load` is **Collective** over its process group. All
     ranks must see the file.
@@ -68,16 +68,16 @@ class HDF5Reader(StorageReader):
     Parameters
     ----------
     path : str or path
-        The file. ``checkpoint_id=`` of a load takes its place.
+        The file to read, the same on all ranks. ``checkpoint_id=`` of a load replaces it.
 
     Raises
     ------
     TypeError
-        If `path` is no path.
+        If `path` is not a path.
 
     Notes
     -----
-    The errors of a load reach the program in a ``CheckpointException`` of torch, by rank:
+    A load raises its errors in a ``CheckpointException`` of torch, by rank:
     `CheckpointError` if there is no such file, `CheckpointCorruptError` if it is damaged.
 
     Examples
@@ -98,7 +98,7 @@ class HDF5Reader(StorageReader):
         return f"HDF5Reader({self._path!r})"
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin another load, where given of the file `checkpoint_id`."""
+        """Begin a new load, of the file `checkpoint_id` if it is passed."""
         self._contents = _Contents()
         if checkpoint_id is not None:
             self._path = checked_path(_WHAT, checkpoint_id)
@@ -114,22 +114,22 @@ class HDF5Reader(StorageReader):
         return os.path.isfile(checkpoint_id)
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """Return what the file holds, without the values of tensors."""
+        """Return a description of the file's contents, without the values of tensors."""
         self._contents = _Contents.of(self._path)
         return self._contents.metadata()
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *_: Any, **__: Any
     ) -> None:
-        """Do nothing: `read_metadata` has looked into the file."""
+        """Do nothing: `read_metadata` has read the description already."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Say which cores this rank has, and what it reads."""
+        """Report which cores this rank has, and which datasets it reads."""
         names = {self._contents.names[each] for each in _tensors_of(plan)}
         return dataclasses.replace(plan, storage_data=(this_worker(), names))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Divide the datasets that are read among the ranks, which check their digests."""
+        """Divide the datasets to read among the ranks, which check their digests."""
         workers = [plan.storage_data[0] for plan in plans]
         names = set().union(*(plan.storage_data[1] for plan in plans))
         sizes = {name: self._contents.infos[name].size_bytes for name in names}
@@ -154,7 +154,7 @@ class HDF5Reader(StorageReader):
         with contents.open(self._path) as (handle, reader):
             with task.meeting.stage("verified") as verified:
                 contents.verify(self._path, handle, reader, task)
-            if verified.is_everywhere():  # else another rank raises
+            if verified.is_everywhere():  # else a different rank raises
                 for item in plan.items:
                     if item.type is LoadItemType.BYTE_IO:
                         planner.load_bytes(item, contents.value(item.storage_index.fqn))
@@ -171,20 +171,20 @@ def _tensors_of(plan: LoadPlan) -> set[str]:
 
 
 class _Contents:
-    """What a file holds: torch's names of tensors and values, and where they are."""
+    """The contents of a file: torch's names of tensors and values, and their places in it."""
 
     def __init__(self) -> None:
         self.infos: dict[str, VariableInfo] = {}
         self.names: dict[str, str] = {}
         """The dataset of each tensor."""
         self._extents: dict[str, Extent] = {}
-        """Of datasets that lie in one piece."""
+        """Extents of the contiguous datasets."""
         self._leaves: dict[str, Any] = {}
         self._paths: Any = {}
 
     @classmethod
     def of(cls, path: str) -> _Contents:
-        """Return what is in the file `path`."""
+        """Return the contents of the file `path`."""
         self = cls()
         with open_checkpoint(path) as reader:
             self.infos = reader.variables
@@ -198,13 +198,13 @@ class _Contents:
         return self
 
     def metadata(self) -> Metadata:
-        """Return what torch's planners must know."""
+        """Return the metadata that torch's planners need."""
         described = {fqn: _describe(leaf) for fqn, leaf in self._leaves.items()}
         return Metadata(described, planner_data=self._paths)
 
     @contextlib.contextmanager
     def open(self, path: str) -> Iterator[tuple[int, CheckpointReader | None]]:
-        """Open the file for raw reads, and as a checkpoint where some datasets need it."""
+        """Open the file for raw reads, and as a checkpoint if some datasets need that."""
         with contextlib.ExitStack() as stack:
             if self._extents.keys() == self.infos.keys():
                 handle = os.open(path, os.O_RDONLY)
@@ -237,7 +237,7 @@ class _Contents:
             raise CheckpointCorruptError("\n".join(damage))
 
     def value(self, fqn: str) -> io.BytesIO:
-        """Return a value as torch's planners take it."""
+        """Return a value in the form that torch's planners take."""
         data = io.BytesIO()
         torch.save(self._leaves[fqn], data)
         data.seek(0)
@@ -246,7 +246,7 @@ class _Contents:
     def fill(
         self, handle: int, reader: CheckpointReader | None, item: ReadItem, planner: LoadPlanner
     ) -> None:
-        """Read one part of a tensor into its place in the program."""
+        """Read one part of a tensor into the program's tensor."""
         fqn = item.storage_index.fqn
         name = self.names[fqn]
         info = self.infos[name]
@@ -272,7 +272,7 @@ class _Contents:
 
 
 def _nested(reader: CheckpointReader) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the state dict of a file with tensors of no values, and the paths of tied tensors."""
+    """Return the state dict of a file, its tensors without values, and the paths of tied ones."""
     nested: dict[str, Any] = {}
     ties: dict[str, str] = {}
     owned: set[str] = set()
@@ -298,7 +298,7 @@ def _blank(info: VariableInfo) -> np.ndarray:
 
 
 def _with_tensors(value: Any) -> Any:
-    """Return a state in which arrays of NumPy are tensors too."""
+    """Return a state in which NumPy arrays are also tensors."""
     if isinstance(value, np.ndarray):
         dtype = tensor_dtype(value.dtype, value.dtype.name)
         return torch.empty(value.shape, dtype=dtype, device="meta")

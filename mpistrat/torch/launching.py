@@ -1,4 +1,4 @@
-"""Launching: MPI's launcher gives ranks to torch, and the rendezvous goes over MPI."""
+"""Launching: torch uses the ranks of MPI's launcher, and the rendezvous runs over MPI."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _NO_LIMIT = timedelta(days=10_000)
-"""Torch knows no timeout that never ends."""
+"""Torch has no timeout that never ends."""
 _LONGEST_STORE = timedelta(days=20)
-"""Its store counts milliseconds in 32 bits."""
+"""Torch's store counts milliseconds in 32 bits."""
 
 
 class Options:
@@ -35,7 +35,8 @@ class Options:
     Parameters
     ----------
     communication_options : CommunicationOptions, optional
-        For its reductions, such as ``CommunicationOptions(deterministic=True)``.
+        Options of the group's reductions, such as ``CommunicationOptions(deterministic=True)``.
+        Default: those of `CommunicationOptions`.
 
     Examples
     --------
@@ -52,18 +53,18 @@ class Options:
 
 @dataclass
 class _Job:
-    """The ranks that torch counts."""
+    """The ranks of the torch job."""
 
     comm: MPI.Intracomm
     world: World
     store: Any = None
-    """Torch's store, which rank 0 serves, once there is one."""
+    """Torch's store, which rank 0 serves, once it exists."""
     num_groups: int = 0
-    """How many world groups have met in it."""
+    """How many world groups have used the store."""
 
     @property
     def strategy(self) -> MPIStrategy:
-        """By which the ranks meet before torch has a group; after a failure, a new one."""
+        """Strategy of the ranks before torch has a group; after a failure, a new one."""
         return MPIStrategy(self.comm, "cpu")
 
 
@@ -72,7 +73,7 @@ _jobs: list[_Job] = []
 
 
 def job_communicator() -> MPI.Intracomm:
-    """Return the communicator whose ranks are torch's. **Collective** at its first call."""
+    """Return the communicator of torch's ranks. **Collective** at its first call."""
     return _open_job(None).comm
 
 
@@ -88,7 +89,7 @@ def _open_job(comm: MPI.Intracomm | None) -> _Job:
 
 
 def _check_environment(comm: MPI.Intracomm) -> None:
-    """Refuse ranks that another launcher has given, before anything waits for them."""
+    """Raise for ranks that a different launcher has set, before any rank waits for them."""
     variables = environment()
     for name, own in (("WORLD_SIZE", comm.size), ("RANK", comm.rank)):
         given = variables.get(name, "")
@@ -104,14 +105,14 @@ def _check_environment(comm: MPI.Intracomm) -> None:
 def set_environment(comm: MPI.Intracomm | None = None) -> None:
     """Set the variables by which PyTorch's libraries recognize a distributed job.
 
-    **Collective** over `comm`. Sets ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``,
-    ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``, where they are not set. Call it
-    before Lightning Fabric, Accelerate or torchmetrics look at them; `init` does it too.
+    **Collective** over `comm`. Sets ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``,
+    ``MASTER_ADDR`` and ``MASTER_PORT``, unless they are set. Call it before Lightning Fabric,
+    Accelerate or torchmetrics read them; `init` does it too.
 
     Parameters
     ----------
     comm : mpi4py.MPI.Intracomm, optional
-        The ranks of the job, by default COMM_WORLD.
+        The ranks of the job. Default: COMM_WORLD.
 
     Raises
     ------
@@ -141,8 +142,9 @@ def set_environment(comm: MPI.Intracomm | None = None) -> None:
 
 
 def _free_address(world: World) -> tuple[str, int]:
-    """Return a name of this node that the others reach, and a port that is free."""
-    # Port 0 has the system choose one. It is free again for the library that serves MASTER_PORT.
+    """Return a name of this node that the other ranks reach, and a free port."""
+    # With port 0 the system chooses one. The port is free again for the library that serves
+    # MASTER_PORT.
     with socket.create_server(("", 0)) as server:
         return _reachable_name(world), int(server.getsockname()[1])
 
@@ -160,25 +162,33 @@ def init(
 ) -> dist.ProcessGroup:
     """Start torch.distributed over MPI, and return the world group.
 
-    **Collective** over `comm`. The same as `set_environment` followed by
+    **Collective** over `comm`. It does the same as `set_environment` followed by
     ``torch.distributed.init_process_group("mpistrat", init_method="mpi://")``.
 
     Parameters
     ----------
     backend : str
-        ``"cpu:mpistrat,cuda:nccl"`` gives CUDA tensors to NCCL; ``"cpu:mpistrat,cuda:mpistrat"``
-        too, once the ranks have agreed on the operation. Both need PyTorch 2.14 and a GPU.
+        ``"mpistrat"``, or one backend per device. With ``"cpu:mpistrat,cuda:nccl"`` NCCL handles
+        CUDA tensors. With ``"cpu:mpistrat,cuda:mpistrat"`` it does too, but the ranks agree on each
+        operation first. Both need PyTorch 2.14 and a GPU.
     timeout : float or timedelta, optional
-        How long an operation waits for the other ranks, a number in seconds; by default
+        How long an operation waits for the other ranks; a number is in seconds. Default:
         ``MPISTRAT_TIMEOUT_S``.
     comm : mpi4py.MPI.Intracomm, optional
-        The ranks of the job, by default COMM_WORLD.
+        The ranks of the job. Default: COMM_WORLD.
     pg_options : Options, optional
+        Options of the world group.
+
+    Returns
+    -------
+    torch.distributed.ProcessGroup
+        The world group.
 
     Raises
     ------
     LaunchError
-        If the ranks were not started by MPI's launcher, or `backend` names CUDA and there is none.
+        If the ranks were not started by MPI's launcher, or if `backend` names CUDA and there is no
+        GPU.
     NotImplementedError
         If `backend` names several devices, and PyTorch is older than 2.14.
     ValueError
@@ -200,15 +210,25 @@ def init(
 
 
 def strategy(group: dist.ProcessGroup | None = None) -> MPIStrategy:
-    """Return the strategy that carries `group`, by default the world group. Local.
+    """Return the strategy that runs the collectives of a group. Local.
 
-    It has the rank, the hosts, the options and the timeline of the group. A collective of the
-    strategy must not be called while an asynchronous operation of the group is under way.
+    It has the rank, the hosts, the options and the timeline of the group. Do not call a collective
+    of the strategy while an asynchronous operation of the group is pending.
+
+    Parameters
+    ----------
+    group : torch.distributed.ProcessGroup, optional
+        A group of the backend mpistrat. Default: the world group.
+
+    Returns
+    -------
+    MPIStrategy
+        The strategy of the group.
 
     Raises
     ------
     TypeError
-        If the group has another backend.
+        If the group has a different backend.
 
     Examples
     --------
@@ -226,7 +246,7 @@ def strategy(group: dist.ProcessGroup | None = None) -> MPIStrategy:
 
 
 def backend_of(group: Any) -> Any:
-    """Return what does a group's operations on CPU tensors: itself, or one backend of several."""
+    """Return the object that runs CPU operations: the group itself, or one of its backends."""
     cpu = torch.device("cpu")
     is_of_several = type(group) is dist.ProcessGroup and cpu in group._device_types
     return group._get_backend(cpu) if is_of_several else group
@@ -258,8 +278,8 @@ def rendezvous(url: str, **kwargs: Any) -> Iterator[tuple[Any, int, int]]:
 
 
 def _open_store(job: _Job, limit: timedelta) -> Any:
-    """Return a store for one more world group. **Collective**."""
-    # One server for all groups: torch's needs five seconds to start, one time in fifteen.
+    """Return a store for a new world group. **Collective**."""
+    # One server for all groups: torch's needs five seconds to start, in one of fifteen cases.
     if job.store is None:
         job.store = _served_store(job, limit)
     job.num_groups += 1
@@ -283,7 +303,7 @@ def _served_store(job: _Job, limit: timedelta) -> Any:
 
 
 def check_place(ranks: Sequence[int], rank: int, size: int) -> None:
-    """Refuse a group whose ranks are not those of MPI."""
+    """Raise for a group whose ranks differ from MPI's ranks."""
     comm = job_communicator()
     own = ranks[rank] if 0 <= rank < len(ranks) else -1
     if own == comm.rank and max(ranks) < comm.size and size == len(ranks):
@@ -297,7 +317,7 @@ def check_place(ranks: Sequence[int], rank: int, size: int) -> None:
 
 
 def check_devices(backends: Mapping[str, str]) -> None:
-    """Refuse a group whose devices have these backends where this process cannot make it."""
+    """Raise if this process cannot create a group with these backends by device."""
     asked = ",".join(f"{device}:{backend}" for device, backend in backends.items())
     own = {device for device, backend in backends.items() if backend == "mpistrat"}
     if "cpu" not in own or own not in ({"cpu"}, {*backends}) or len(own) > 2:
@@ -306,7 +326,7 @@ def check_devices(backends: Mapping[str, str]) -> None:
             'of one other device. Use "mpistrat", "cpu:mpistrat,cuda:nccl" or '
             '"cpu:mpistrat,cuda:mpistrat".'
         )
-    # Python cannot make a backend before 2.14.
+    # Before PyTorch 2.14, Python code cannot create a backend.
     if len(backends) > 1 and "rank" not in (c10d.Backend.__init__.__doc__ or ""):
         raise NotImplementedError(
             f'The backend "{asked}" needs PyTorch 2.14 or newer, and this is {torch.__version__}. '

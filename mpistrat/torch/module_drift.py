@@ -25,28 +25,28 @@ _KIND = "torch.assert_replicas_agree"
 def assert_replicas_agree(
     module_or_tensors: object, *, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Make sure that every rank holds the same bytes.
+    """Raise an error unless all ranks hold the same bytes.
 
-    **Collective** over `group`: every rank passes a module, or tensors of the same names. While
-    all agree, this costs one message of 16 bytes. Bytes are compared: NaNs of equal bits are equal,
-    and ``0.0`` and ``-0.0`` differ.
+    **Collective** over `group`: every rank passes a module, or tensors of the same names. As long
+    as all agree, this costs one message of 16 bytes. Bytes are compared: NaNs of equal bits are
+    equal, and ``0.0`` and ``-0.0`` differ.
 
     Parameters
     ----------
     module_or_tensors : torch.nn.Module, torch.Tensor, or dicts, lists and tuples of them
-        For a module, its parameters and buffers are compared, under the names of ``state_dict()``.
-        For a DistributedDataParallel, it is the module inside. Batch statistics differ between
-        ranks by nature: for a module with BatchNorm, pass ``dict(module.named_parameters())``.
+        For a module, its parameters and buffers are compared, under the names of ``state_dict()``;
+        for a DistributedDataParallel, those of the module inside. Batch statistics normally differ
+        between ranks: for a module with BatchNorm, pass ``dict(module.named_parameters())``.
     group : torch.distributed.ProcessGroup, optional
-        A group of the backend mpistrat, by default the world group.
+        A group of the backend mpistrat. Default: the world group.
 
     Raises
     ------
     ReplicaDriftError
-        On every rank, if a tensor differs, also in dtype or shape, or is missing. It names the
-        first one, the ranks, and the largest difference. The group stays usable.
+        On every rank, if a tensor differs, also in dtype or shape, or is missing. The error names
+        the first such tensor, the ranks, and the largest difference. The group stays usable.
     TypeError
-        If something is not a dense tensor, such as a sharded DTensor.
+        If a value is not a dense tensor, such as a sharded DTensor.
     ValueError
         If there is no tensor.
 
@@ -55,7 +55,7 @@ def assert_replicas_agree(
     >>> model = torch.nn.Linear(64, 10)
     >>> mst.assert_replicas_agree(torch.nn.parallel.DistributedDataParallel(model))
     """
-    strategy(group)  # refuses a group of another backend
+    strategy(group)  # raises for a group of a different backend
     issuer = backend_of(dist.group.WORLD if group is None else group)
     opts = dist.BroadcastOptions()
     opts.asyncOp = False
@@ -102,13 +102,13 @@ def _bytes_of(path: str, tensor: torch.Tensor) -> np.ndarray:
 
 
 def _compare(call: CollectiveCall, things: object) -> None:
-    """Raise on every rank unless all hold the same. **Collective**."""
+    """Raise on every rank unless all hold the same bytes. **Collective**."""
     tensors = _tensors_in(things)
     rows = [
         [path, f"{each.dtype} of the shape {tuple(each.shape)}", digest_of(_bytes_of(path, each))]
         for path, each in tensors.items()
     ]
-    # Dicts may have been filled in another order on each rank.
+    # Each rank may have filled its dicts in a different order.
     whole = blake2b(repr(sorted(rows)).encode(), digest_size=8).digest()
     digest = np.frombuffer(whole, np.uint64)
     if differ_over_ranks(call, np.stack([digest, ~digest])).any():

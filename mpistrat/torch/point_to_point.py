@@ -24,16 +24,16 @@ from mpistrat.torch.tensors import Operand, check_is_of_ranks, check_writable
 from mpistrat.torch.works import Work
 
 _POLLS = 50
-"""How often a wait tests its message before it lets other threads and ranks have the core."""
+"""How many times a wait tests its message before it yields the core to other threads and ranks."""
 _BRISK_S = 0.01
-"""How long it only yields the core: most waits are shorter than the shortest sleep."""
+"""How long a wait only yields the core: most waits are shorter than the shortest sleep."""
 _PAUSE_S = 0.0002
 
 _TICK_S = 0.001
 _IDLE_TICKS = 50
-"""For so long it stays awake without messages: to wake it costs a switch of threads."""
+"""Ticks for which the thread stays awake without messages: waking it costs a thread switch."""
 _TESTS = 32
-"""How many messages it tests at each tick. One test makes MPI look at all of them."""
+"""How many messages the thread tests per tick. One test makes MPI look at all of them."""
 _PATIENCE_S = 1.0
 """How long the end of the program waits for the thread."""
 
@@ -44,10 +44,10 @@ _largest_tag = functools.cache(largest_tag)
 
 
 class MessageWork(Work):
-    """A message under way. It is not agreed upon: one rank sends, one receives."""
+    """A pending message. The ranks do not agree on it: one rank sends, one receives."""
 
     # `peer` is the other rank, for errors. The memory of `operand` is kept until the end. The time
-    # limit and the losses of the `channel`, that of the group, end the wait.
+    # limit of the `channel` of the group, and the ranks that it has lost, end the wait.
 
     def __init__(
         self, kind: str, peer: str, operand: Operand, request: MPI.Request, channel: Channel
@@ -63,11 +63,11 @@ class MessageWork(Work):
 
     @property
     def is_lost(self) -> bool:
-        """Whether its group has ended, so that it may never be done."""
+        """Whether its group has ended, so that the message may never complete."""
         return self._channel.closed is not None
 
     def is_completed(self) -> bool:
-        """Return whether the message has arrived, or its memory may be used again."""
+        """Return whether the message has arrived, or its memory may be reused."""
         with self._lock:
             is_news = not self.is_done and self._test()
         if is_news:
@@ -75,7 +75,7 @@ class MessageWork(Work):
         return self.is_done
 
     def _test(self) -> bool:
-        """Look once whether it is done, and end it."""
+        """Test once whether the message is complete, and complete the work."""
         is_receive = self.kind == "torch.recv"
         try:
             if not self._request.Test(self._status):
@@ -84,7 +84,7 @@ class MessageWork(Work):
             if is_receive and received != self._operand.num_bytes:
                 self.error = self._wrong_length(str(received))
         except MPI.Exception as error:
-            # The message is longer than the tensor. The request is over, like after a success.
+            # The message is longer than the tensor. The request is over, as after a success.
             if error.Get_error_class() != MPI.ERR_TRUNCATE:
                 raise
             self.error = self._wrong_length("more")
@@ -97,7 +97,7 @@ class MessageWork(Work):
         return True
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return when it is done; raise if the other rank is lost or the time is over."""
+        """Return when it is complete; raise if the other rank is lost or the time is over."""
         given_s = 0.0 if timeout is None else timeout.total_seconds()
         limit_s = given_s if given_s > 0 else self._channel.timeout_s
         began, polls = time.monotonic(), 0
@@ -106,8 +106,8 @@ class MessageWork(Work):
             if polls < _POLLS:
                 continue
             waited_s = time.monotonic() - began
-            # First, because it names the rank that is lost, while the time limit knows only how
-            # long it was.
+            # Checked first, because this error names the lost rank, while the time limit only knows
+            # how long it has waited.
             if self._channel.departures.found:
                 self._channel.check_complete(f"{self.kind} at {format_place(self.place)}")
             self._channel.check_open()
@@ -142,24 +142,25 @@ class MessageWork(Work):
 
 
 class _Progress:
-    """The thread of this process, and the messages that it tests."""
+    """The progress thread of this process, and the messages that it tests."""
 
     # MPI moves data only inside its calls. A rank that waits in an agreement polls shared memory,
-    # and one that computes calls nothing. So while messages are under way, this thread tests them
-    # from time to time. It also keeps the memory of messages whose work the program has dropped.
+    # and a rank that computes does not call MPI. So while messages are pending, this thread tests
+    # them from time to time. It also keeps the memory of messages whose work the program has
+    # dropped.
 
     def __init__(self) -> None:
         self._messages: deque[MessageWork] = deque()
         self._lost: list[MessageWork] = []
-        """Not tested any more; but MPI may still write to their memory."""
+        """Messages that are no longer tested; but MPI may still write to their memory."""
         self._awake = threading.Event()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._is_ending = False
 
     def add(self, message: MessageWork) -> None:
-        """Test `message` until it is done."""
-        # Before the look at the event. `_run` clears the event before it looks at the messages, so
+        """Test `message` until it is complete."""
+        # Before the test of the event. `_run` clears the event before it looks at the messages, so
         # one of the two always notices the other, and no message waits for a thread that sleeps.
         self._messages.append(message)
         if not self._awake.is_set():
@@ -173,7 +174,7 @@ class _Progress:
                 return
             self._thread = threading.Thread(target=self._run, name="mpistrat-messages", daemon=True)
             self._thread.start()
-        # Not at import: a program that sends no message has no such thread.
+        # Not at import: a program that sends no message has no such exit functions.
         at(Phase.AFTER_LAST_ROUND, self._end)
         at(Phase.BEFORE_ABORT, self._end)
 
@@ -192,13 +193,13 @@ class _Progress:
     def _test(self) -> None:
         for _ in range(min(len(self._messages), _TESTS)):
             message = self._messages.popleft()
-            with contextlib.suppress(MPI.Exception):  # raised again to whoever waits for it
+            with contextlib.suppress(MPI.Exception):  # `wait` of that message raises it again
                 if message.is_completed():
                     continue
             (self._lost if message.is_lost else self._messages).append(message)
 
     def _end(self) -> None:
-        """End the thread: inside MPI or Python it would crash the end of the interpreter."""
+        """End the thread: inside MPI or Python it would crash the interpreter at its end."""
         self._is_ending = True
         self._awake.set()
         if self._thread is not None:
@@ -209,10 +210,10 @@ _progress = _Progress()
 
 
 class Messages:
-    """Send and receive, for a class that has the communicator for them."""
+    """Send and receive, a base for a class that has the communicator for them."""
 
     _messages: MPI.Intracomm
-    """A private one, so that messages meet nothing else."""
+    """A private communicator, so that no other messages arrive on it."""
     _channel: Callable[[], Channel]
 
     def send(self, tensors: list[torch.Tensor], destination: int, tag: int) -> MessageWork:
@@ -233,7 +234,7 @@ class Messages:
         return self._receive(subject, tensors, source, tag, f"from rank {source}")
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> MessageWork:
-        """Begin to receive the tensor from whichever rank sends one."""
+        """Begin to receive the tensor from any rank that sends one."""
         channel = self._open_channel("torch.recv")
         subject = f"torch.recv on rank {channel.rank} of {channel.size}"
         return self._receive(subject, tensors, MPI.ANY_SOURCE, tag, "from any rank")
@@ -249,7 +250,8 @@ class Messages:
 
     def _free_messages(self) -> None:
         """Free the communicator, once no rank sends any more. **Collective**."""
-        # MPI may give a later group the same context, and an unreceived message would arrive there.
+        # MPI may give a later group the same context, and a message that was never received would
+        # arrive there.
         status = MPI.Status()
         while (message := self._messages.Improbe(status=status)) is not None:
             message.Recv([bytearray(status.Get_elements(MPI.BYTE)), MPI.BYTE])
@@ -264,7 +266,7 @@ class Messages:
 
 
 def _as_one(operand: Operand) -> list[object]:
-    """Return the bytes as mpi4py takes them for one message."""
+    """Return the bytes in the form in which mpi4py takes them as one message."""
     if operand.num_bytes <= _LARGEST_COUNT:
         return [operand.buffer, MPI.BYTE]
     return [operand.buffer, 1, _type_of(operand.num_bytes)]
@@ -272,7 +274,7 @@ def _as_one(operand: Operand) -> list[object]:
 
 @functools.cache
 def _type_of(num_bytes: int) -> MPI.Datatype:
-    """Return a type of this many bytes: below MPI 4, more of them cannot be counted."""
+    """Return a type of this many bytes, because before MPI 4 counts are limited to 31 bits."""
     whole, rest = divmod(num_bytes, _BLOCK_BYTES)
     block = MPI.BYTE.Create_contiguous(_BLOCK_BYTES)
     lengths, places = [whole, rest], [0, whole * _BLOCK_BYTES]

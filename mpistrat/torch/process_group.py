@@ -1,4 +1,4 @@
-"""Process groups of torch.distributed over MPI: their creation, life and end."""
+"""Process groups of torch.distributed over MPI: their creation, use and end."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from mpistrat.torch.works import GroupQueue
 _logger = logging.getLogger("mpistrat")
 
 _NUM_TAGS = 32767
-"""The smallest largest tag that MPI promises."""
+"""The largest tag that every MPI library supports."""
 
 _POLL_S = 0.0005
 
 
 class Group(Operations, Messages):
-    """A group of ranks with a communicator, a strategy and a queue for itself.
+    """A group of ranks with its own communicator, strategy and queue.
 
-    For a class that is one of torch's as well, which is its next base. It frees `comm`, which is of
-    the members alone, at its end.
+    A base for a class whose next base is a class of torch. At its end it frees `comm`, a
+    communicator of only the members.
     """
 
     def __init__(
@@ -80,48 +80,48 @@ class Group(Operations, Messages):
 
     @property
     def supports_coalescing(self) -> bool:
-        """Whether batches of messages go through `_start_coalescing`."""
+        """Whether batches of messages use `_start_coalescing`."""
         return False
 
     @property
     def supports_splitting(self) -> bool:
-        """Whether groups are made by splitting this one."""
+        """Whether torch may create groups by splitting this one."""
         return False
 
     def start_coalescing(self, device: torch.device | None = None) -> None:
         """Do nothing: operations are issued one by one."""
 
     def end_coalescing(self, device: torch.device | None = None) -> Any:
-        """Return a work that is done once all that was issued before is."""
+        """Return a work that is done once all earlier operations are."""
         opts = dist.AllreduceOptions()
         return self.issue("torch.end_coalescing", lambda call: None, [], opts)
 
     _start_coalescing, _end_coalescing = start_coalescing, end_coalescing
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Wait so long for the other ranks."""
+        """Set how long operations wait for the other ranks."""
         self._collectives.channel.timeout_s = timeout.total_seconds()
 
     def shutdown(self) -> None:
-        """End the queue after what was issued, and free the communicators. **Collective**."""
+        """End the queue after the issued operations, and free the communicators. **Collective**."""
         if _open_groups.pop(self._name, None) is None:
             return
         self._queue.close()
         try:
             self._strategy.close()
         except CollectiveError as error:
-            # The group is over in any case, and ranks may leave a program without destroying it.
+            # The group ends in any case, and ranks may leave a program without destroying it.
             _logger.info("destroy_process_group of %s: %s", self._name, error)
             return
         self._collectives.channel.closed = RuntimeError(
             f"The process group {self._name!r} was destroyed. Make another one with new_group()."
         )
-        # All ranks have taken part in the close above, so none sends in this group any more.
+        # All ranks have taken part in the close above, so no rank sends in this group any more.
         self._free_messages()
         self._comm.Free()
 
     def abort(self) -> None:
-        """End the group at once: what waits for other ranks raises. Local."""
+        """End the group at once: operations that wait for other ranks raise. Local."""
         channel = self._collectives.channel
         if channel.closed is None:
             channel.leave_alone("The process group was aborted", "abort of the process group")
@@ -131,7 +131,7 @@ class Group(Operations, Messages):
 
 
 class MpiProcessGroup(Group, dist.ProcessGroup):
-    """A group for CPU tensors alone, which takes the place of torch's own."""
+    """A group for only CPU tensors, which replaces torch's own group."""
 
     _desc = "undefined"
     _bound: torch.device | None = None
@@ -174,7 +174,7 @@ class MpiProcessGroup(Group, dist.ProcessGroup):
 
     @property
     def group_desc(self) -> str:
-        """What the program says that the group is for."""
+        """The program's description of the group."""
         return self._desc
 
     def getGroupDesc(self) -> str:
@@ -191,24 +191,24 @@ class MpiProcessGroup(Group, dist.ProcessGroup):
         self._bound = device
 
     def get_group_store(self) -> Any:
-        """Return the store in which the members met."""
+        """Return the store that the members used at the rendezvous."""
         return self._store
 
     def split_group(self, *_: Any, **__: Any) -> Any:
-        """Refuse: groups are made by new_group."""
+        """Raise: only new_group creates groups."""
         raise NotImplementedError("The mpistrat backend has no split_group. Use dist.new_group.")
 
 
 class MpiBackend(Group, c10d.Backend):
-    """CPU tensors of a torch group in which tensors of other devices have another backend.
+    """CPU backend of a torch group in which tensors of other devices have a different backend.
 
-    Torch calls it through its dispatcher, and forwards of its works `wait` and `get_future` alone.
+    Torch calls it through its dispatcher, and forwards only `wait` and `get_future` of its works.
     """
 
     allreduce_sparse = Group.allreduce
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> Any:
-        """Refuse: torch does not forward from whom the message came."""
+        """Raise: torch does not forward which rank sent the message."""
         raise NotImplementedError(
             "torch.recv: a group with backends of several devices cannot tell from whom a message "
             "came. Name the source, or receive in a group for CPU tensors alone: "
@@ -217,21 +217,21 @@ class MpiBackend(Group, c10d.Backend):
 
 
 class CheckedBackend(MpiBackend):
-    """The same, and the ranks agree before the backend of another device does what is its own."""
+    """A CPU backend that also lets ranks agree before the other device's backend runs."""
 
     inner: Any = None
     """The backend of the device, such as torch's ProcessGroupNCCL."""
     _batch: list[Any] | None = None
     """Works on the host since `start_coalescing`."""
-    supports_coalescing = True  # NCCL needs it where two ranks send to each other
+    supports_coalescing = True  # NCCL needs it if two ranks send to each other
 
     def start_coalescing(self, device: torch.device | None = None) -> None:
-        """Issue all up to `end_coalescing` as one, on the device."""
+        """Issue all operations up to `end_coalescing` as one, on the device."""
         self._batch = []
         self.inner._start_coalescing()
 
     def end_coalescing(self, device: torch.device | None = None) -> Any:
-        """Return a work that is done once all of them are."""
+        """Return a work that is done once all these operations are."""
         batch, self._batch = self._batch, None
         work = self.inner._end_coalescing()
         if work is not None and not batch:
@@ -242,18 +242,18 @@ class CheckedBackend(MpiBackend):
         )
 
     def shutdown(self) -> None:
-        """End both."""
+        """End both backends."""
         super().shutdown()
         self.inner.shutdown()
 
     def abort(self) -> None:
-        """Abort both."""
+        """Abort both backends."""
         super().abort()
         self.inner.abort()
 
 
 def _inputs(*arguments: Any) -> list[object]:
-    """Return what each rank has: a tensor, a list of them, or such a list in one more."""
+    """Return the input of each rank: a tensor, a list of tensors, or a list of such lists."""
     own = arguments[-2]
     tensors = [own] if isinstance(own, torch.Tensor) else own
     return [*map(described, tensors[0] if isinstance(tensors[0], list) else tensors)]
@@ -285,11 +285,11 @@ _AGREED: dict[str, tuple[str, Callable[..., list[object]]]] = {
     "alltoall": ("all_to_all", lambda _, own, *__: [described(own[0])[0]]),
     "all_to_all_single": ("all_to_all_single", lambda _, own, *__: [described(own)[0]]),
 }
-"""Operations of both backends: torch's name, and what ranks compare of the arguments."""
+"""Operations of both backends: torch's name, and the arguments that ranks compare."""
 
 
 def _checked(method: str) -> Callable[..., Any]:
-    """Return a method that agrees and delegates where the tensors lie on the device."""
+    """Return a method that agrees and then delegates, if the tensors are on the device."""
     of_host = getattr(MpiBackend, method)
     name, compared = _AGREED.get(method, ("", None))
 
@@ -301,8 +301,9 @@ def _checked(method: str) -> Callable[..., Any]:
             return work
         if compared is not None:
             opts = dist.BroadcastOptions()
-            opts.asyncOp = False  # NCCL takes the stream of the thread that calls it
-            # Before NCCL is called: if the ranks disagree there, the device waits without an error.
+            opts.asyncOp = False  # NCCL uses the stream of the calling thread
+            # Before the call of NCCL: if the ranks disagree there, the device waits without an
+            # error.
             details = compared(*args)
             self.issue(f"torch.{name}", lambda call: call.agree(*details), [], opts).wait()
         return getattr(self.inner, method)(*args)
@@ -315,7 +316,7 @@ for _method in (*_AGREED, "send", "recv"):
 
 
 def _lies_on_host(arguments: Sequence[Any]) -> bool:
-    """Return whether the first tensor in nested lists lies on the host, or there is none."""
+    """Return whether the first tensor in nested lists is on the host, or there is none."""
     for each in arguments:
         if isinstance(each, torch.Tensor):
             return is_on_host(each)
@@ -325,7 +326,7 @@ def _lies_on_host(arguments: Sequence[Any]) -> bool:
 
 
 def create_group(opts: Any, pg_options: Any) -> Group:
-    """Return a group for torch. **Collective** over its members."""
+    """Create a group for torch. **Collective** over its members."""
     backends = _backends_by_device()
     check_devices(backends)
     if thread_level() != "multiple":
@@ -336,7 +337,7 @@ def create_group(opts: Any, pg_options: Any) -> Group:
     options = pg_options if isinstance(pg_options, Options) else Options()
     identity = _communicator(opts), opts.group_id, opts.timeout, options
     if len(backends) == 1:
-        # Torch's flight recorder needs a backend of C++. The package has its own.
+        # Torch's flight recorder needs a backend in C++. mpistrat has its own recorder.
         recorded: set[str] = getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
         recorded.add("mpistrat")
         group = MpiProcessGroup(*identity)
@@ -352,7 +353,7 @@ def create_group(opts: Any, pg_options: Any) -> Group:
 
 
 def _backends_by_device() -> dict[str, str]:
-    """Return the backends of the group that torch is making."""
+    """Return the backends of the group that torch is creating."""
     # Torch does not pass the other devices of a group to the function that creates one backend.
     frame = sys._getframe(1).f_back
     while frame is not None:
@@ -381,8 +382,8 @@ def _communicator(opts: Any) -> MPI.Intracomm:
 
 
 def _wait_for_members(opts: Any, ranks: list[int]) -> None:
-    """Wait until all members are about to make the group, or raise. **Collective**."""
-    # MPI would wait without a limit for a rank that never comes.
+    """Wait until all members are about to create the group, or raise. **Collective**."""
+    # MPI would wait without a limit for a rank that never arrives.
     own = opts.group_rank
     opts.store.set(f"mpistrat/{own}", "here")
     keys = [f"mpistrat/{rank}" for rank in range(opts.group_size)]
@@ -399,11 +400,11 @@ def _wait_for_members(opts: Any, ranks: list[int]) -> None:
 
 
 _open_groups: dict[str, Group] = {}
-"""Torch's C++ code holds no reference to groups that Python has made."""
+"""Groups that Python has created; Torch's C++ code holds no reference to them."""
 
 
 def _end_queues() -> None:
-    """Have no thread inside MPI or Python when the interpreter ends."""
+    """Stop all queue threads, so that none is inside MPI or Python when the interpreter ends."""
     for group in list(_open_groups.values()):
         group._queue.abandon(group.abort)
 

@@ -51,19 +51,19 @@ def export_safetensors(
 ) -> None:
     """Write the tensors of one object in a checkpoint to a safetensors file.
 
-    **Local**: call it on one rank. Tensors are copied piece by piece, so the memory needed does
-    not depend on their sizes, and their digests are checked on the way. Of tied tensors, the one
-    whose name comes first is written, and the metadata hold ``{other name: this name}``, as
-    ``safetensors.torch.save_model`` does. The file appears complete or not at all.
+    **Local**: call it on one rank. Tensors are copied piece by piece, so the memory needed does not
+    depend on their sizes, and their digests are checked during the copy. Of tied tensors only the
+    one whose name comes first is written. As in ``safetensors.torch.save_model``, the metadata then
+    hold ``{other name: this name}``. The file appears complete or not at all.
 
     Parameters
     ----------
     checkpoint_path : str or path
         A file that `mpistrat.Checkpoint` has written.
     path : str or path
-        The file to write.
+        The file to write, or replace.
     prefix : str
-        Path of the object in the checkpoint. Tensors are named without it.
+        Path of the object in the checkpoint. The names of the tensors do not contain it.
 
     Raises
     ------
@@ -88,7 +88,7 @@ def export_safetensors(
 def _contents(
     reader: CheckpointReader, prefix: str
 ) -> tuple[dict[str, VariableInfo], dict[str, list[str]]]:
-    """Return the tensors of an object by name, and of each its own name and those tied to it."""
+    """Return the tensors of an object by name, and the names of each: its own and tied ones."""
     begin = f"{prefix}/"
     infos = {
         name.removeprefix(begin): info
@@ -160,13 +160,19 @@ def _pieces(
 def import_safetensors(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
     """Return the tensors of a safetensors file by name, on the host.
 
-    **Local**. They are mapped from the file one by one, and read when they are used. Names that
-    `export_safetensors` or ``safetensors.torch.save_model`` left out because their tensors were
-    tied are restored, and refer to the same tensor.
+    **Local**. The tensors are mapped from the file one by one, and read when they are used. If
+    `export_safetensors` or ``safetensors.torch.save_model`` left out names because their tensors
+    were tied, these names are restored, and refer to the same tensor.
 
     Parameters
     ----------
     path : str or path
+        The file to read.
+
+    Returns
+    -------
+    dict of str to torch.Tensor
+        The tensors by name.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""States of PyTorch's objects in checkpoints: what they give, take and refuse."""
+"""States of PyTorch's objects in checkpoints: how they are saved, loaded and checked."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from mpistrat.torch.stored import (
 
 
 def _distributed_as(tensor: Any, own: Any) -> Any:
-    """Return this rank's part of a whole tensor, where the program's `own` is a DTensor."""
+    """Return this rank's part of a whole tensor, if the program's `own` is a DTensor."""
     if not is_sharded(own) or is_sharded(tensor) or tensor.shape != own.shape:
         return tensor
     distribute = sys.modules["torch.distributed.tensor"].distribute_tensor
@@ -38,7 +38,7 @@ def _distributed_as(tensor: Any, own: Any) -> Any:
 
 
 class TorchTensors:
-    """What a checkpoint asks of PyTorch: see `mpistrat.checkpoint.torch_hook.TensorLibrary`."""
+    """PyTorch for checkpoints: see `mpistrat.checkpoint.torch_hook.TensorLibrary`."""
 
     def state_of(self, value: object) -> TensorState | None:
         """Return an adapter for an object of PyTorch with state, ``None`` for others."""
@@ -52,20 +52,20 @@ class TorchTensors:
         return _OtherState(value) if has_both else None
 
     def world_strategy(self) -> Any:
-        """Return the strategy that carries the process group of all ranks, ``None`` without one."""
+        """Return the strategy that runs the process group of all ranks, ``None`` without one."""
         if not (dist.is_available() and dist.is_initialized()):
             return None
         return getattr(backend_of(dist.group.WORLD), "_strategy", None)
 
     def stored(self, tensor: torch.Tensor) -> StoredTensor:
-        """Return `tensor` as a file holds it, or raise TypeError with what it is instead."""
+        """Return `tensor` as a file stores it, or raise TypeError that names its kind."""
         reason = why_not_stored(tensor)
         if reason:
             raise TypeError(reason)
         return StoredTensor(tensor)
 
     def identity(self, tensor: torch.Tensor) -> Hashable:
-        """Return what tied tensors have in common, ``None`` where nothing can be."""
+        """Return a key that is equal for tied tensors, ``None`` if the tensor cannot be tied."""
         if not tensor.numel():
             return None
         parts: tuple[Any, ...] = ()
@@ -73,18 +73,18 @@ class TorchTensors:
             sharded: Any = tensor
             tensor, parts = sharded.to_local(), (sharded.placements, sharded.device_mesh)
         layout = (tensor.stride(), tensor.storage_offset(), tensor.is_conj(), tensor.is_neg())
-        # Not its address: on some rank the part of a DTensor may be empty.
+        # Not its address: on some ranks the part of a DTensor may be empty.
         storage = tensor.untyped_storage()._cdata
         return storage, tensor.device, tensor.dtype, tuple(tensor.shape), *layout, *parts
 
     def tensor(self, array: np.ndarray | LoadedShard, dtype: str) -> torch.Tensor | LocalPart:
-        """Return an array that was stored for a tensor of `dtype` as one, with its memory."""
+        """Return a tensor of `dtype` from the array that a file stored, in the same memory."""
         if isinstance(array, LoadedShard):
             return LocalPart(as_tensor(array.values, dtype), array.box.shape)
         return as_tensor(array, dtype)
 
     def blank(self, array: np.ndarray, dtype: str) -> torch.Tensor:
-        """Return what `tensor` does, without memory."""
+        """Return the same tensor as `tensor`, without memory."""
         return torch.empty(array.shape, dtype=tensor_dtype(array.dtype, dtype), device="meta")
 
 
@@ -99,7 +99,7 @@ def _is_array(value: object) -> bool:
 
 
 def _difference(path: str, stored: Any, own: Any) -> Iterator[str]:
-    """Yield a line where an array in the file cannot take the place of the program's own."""
+    """Yield a line if an array in the file cannot replace the program's own."""
     if not _is_array(own) or torch.nn.parameter.is_lazy(own):
         return
     if not _is_array(stored) or _described(stored) != _described(own):
@@ -107,7 +107,7 @@ def _difference(path: str, stored: Any, own: Any) -> Iterator[str]:
 
 
 def _unwrapped(module: Any) -> Any:
-    """Return the module that a program has wrapped for data parallelism or compiled."""
+    """Return the module inside wrappers for data parallelism and compilation."""
     while True:
         if isinstance(
             module, torch.nn.parallel.DistributedDataParallel | torch.nn.parallel.DataParallel
@@ -120,18 +120,18 @@ def _unwrapped(module: Any) -> Any:
 
 
 def _is_of_torch(function: Any) -> bool:
-    """Return whether torch has made a method or a hook."""
+    """Return whether a method or a hook is torch's own."""
     module = getattr(getattr(function, "hook", function), "__module__", None)
     return str(module).partition(".")[0] == "torch"
 
 
 class _ModuleState(TensorState):
-    """The parameters and buffers of a module, under the names of the module without wrappers."""
+    """The parameters and buffers of a module, under their names in the module without wrappers."""
 
     is_mirrored = True
 
     def mirrored_keys(self, keys: Iterable[str]) -> set[str]:
-        """Return the keys of parameters: buffers, such as batch statistics, differ by nature."""
+        """Return the keys of parameters: buffers, such as batch statistics, normally differ."""
         # Tied parameters have several names, and each of them is a key of the state.
         named = self._target.named_parameters(remove_duplicate=False)
         return set(keys) & {name for name, _ in named}
@@ -169,7 +169,7 @@ class _ModuleState(TensorState):
                 )
 
     def differences(self, path: str, state: dict[Any, Any]) -> Iterator[str]:
-        """Yield which keys, shapes and dtypes differ."""
+        """Yield the keys, shapes and dtypes that differ."""
         own = self.state_dict()
         for key, value in own.items():
             if key not in state:
@@ -187,9 +187,9 @@ class _ModuleState(TensorState):
             yield value, box_of(own.get(key), value)
 
     def load_state_dict(self, state: dict[Any, Any]) -> None:
-        """Copy a state into the module; a module on the meta device takes the tensors over."""
-        # The parameters themselves: `_as_parameters` must see which of them are one object, and
-        # which need a gradient.
+        """Copy a state into the module; a module on the meta device adopts the tensors."""
+        # keep_vars returns the parameters themselves: `_as_parameters` must see which of them are
+        # the same object, and which need a gradient.
         own = self._target.state_dict(keep_vars=True)
         state = {key: _as_part(value, own.get(key)) for key, value in state.items()}
         is_meta = any(_is_meta(each) for each in (*own.values(), *state.values()))
@@ -203,16 +203,16 @@ def _is_meta(value: object) -> bool:
 
 
 def _as_part(value: Any, own: Any) -> Any:
-    """Return a value of a file as a tensor, or the part of one that belongs in place of `own`."""
+    """Return a value of a file as a tensor, or its part that replaces `own`."""
     if isinstance(value, LocalPart):
         return value.as_sharded(own)
-    if isinstance(value, np.ndarray):  # files that others write may have arrays alone
+    if isinstance(value, np.ndarray):  # files of other programs may have only arrays
         value = torch.from_numpy(value)
     return _distributed_as(value, own) if isinstance(value, torch.Tensor) else value
 
 
 def _as_parameters(state: Mapping[Any, Any], own: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return a `state` to be assigned, in which one parameter is one, however many names it has."""
+    """Return a `state` to assign, in which a parameter with several names is one parameter."""
     made: dict[int, Any] = {}
     result = {}
     for key, value in state.items():
@@ -236,7 +236,7 @@ class _OptimizerState(TensorState):
 
     @property
     def replaces_tensors(self) -> bool:
-        """Whether nobody has changed how optimizers take a state."""
+        """Whether the program has not changed how optimizers load a state."""
         target = self._target
         return (
             type(target).load_state_dict is torch.optim.Optimizer.load_state_dict
@@ -245,7 +245,7 @@ class _OptimizerState(TensorState):
         )
 
     def differences(self, path: str, state: dict[Any, Any]) -> Iterator[str]:
-        """Yield which groups have other lengths, and which tensors other shapes or dtypes."""
+        """Yield the groups whose lengths differ, and the tensors whose shapes or dtypes differ."""
         own = self.state_dict()
         state = _numbered(state)
         stored = [_num_parameters(group) for group in state.get("param_groups", ())]
@@ -277,7 +277,7 @@ class _OptimizerState(TensorState):
                     yield each, box_of(parameters.get(number), each)
 
     def load_state_dict(self, state: dict[Any, Any]) -> None:
-        """Take over a state; of what belongs to DTensors this rank's part."""
+        """Load a state; for DTensors, this rank's part of it."""
         state = _numbered(state)
         slots = dict(state.get("state", {}))
         for number, own in enumerate(self._parameters()):
@@ -289,7 +289,7 @@ class _OptimizerState(TensorState):
 def _numbered(state: dict[Any, Any]) -> dict[Any, Any]:
     """Return the state of an optimizer by the numbers of parameters, in the order of the groups.
 
-    Files of torch.distributed.checkpoint have their names, or their numbers as texts.
+    Files of torch.distributed.checkpoint have names in place of numbers, or numbers as strings.
     """
     groups, slots = state.get("param_groups"), state.get("state")
     if not isinstance(groups, list) or not isinstance(slots, dict):
@@ -323,7 +323,7 @@ class _GeneratorState(TensorState):
         return {"state": self._target.get_state()}
 
     def differences(self, path: str, state: dict[Any, Any]) -> Iterator[str]:
-        """Yield where the state is that of another kind of generator."""
+        """Yield a line if the state belongs to a different kind of generator."""
         yield from _difference(f"{path}/state", state.get("state"), self._target.get_state())
 
     def load_state_dict(self, state: dict[Any, Any]) -> None:
@@ -335,12 +335,12 @@ class _OtherState(TensorState):
     """The state of a scheduler, a scaler or another object of PyTorch."""
 
     def load_state_dict(self, state: dict[Any, Any]) -> None:
-        """Take over a state, in which counters are such."""
+        """Load a state, with its counters restored as counters."""
         self._target.load_state_dict(_with_counters(state, self._target.state_dict()))
 
 
 def _with_counters(value: Any, own: Any) -> Any:
-    """Return a state, in which a dict is a counter where the program's `own` state has one."""
+    """Return a state in which a dict is a counter if it is one in the program's `own` state."""
     if isinstance(value, dict) and isinstance(own, dict):
         items = {key: _with_counters(item, own.get(key)) for key, item in value.items()}
         return Counter(items) if isinstance(own, Counter) else items

@@ -1,4 +1,4 @@
-"""Barrier of ranks in torch's store, for work beside collectives."""
+"""Barrier of ranks in torch's store, for work outside of collectives."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _LONGEST_POLL_S = 0.05
 
 @dataclass(frozen=True)
 class Meeting:
-    """Ranks that tell each other through the store how far they are. Can be pickled.
+    """Ranks that report their progress to each other through the store. Can be pickled.
 
-    A collective would need the process group, which torch does not give to storages, and would
-    come between those that the program makes on another thread.
+    A collective would need the process group, which torch does not pass to storages, and would
+    interleave with the collectives that the program issues on a different thread.
     """
 
     key: str
-    """What no other meeting has, equal on all ranks."""
+    """A unique key, equal on all ranks."""
     num_ranks: int
 
     def stage(self, name: str) -> Stage:
@@ -33,7 +33,7 @@ class Meeting:
 
 
 class Stage:
-    """One stage of the work: each rank says whether it has done its part."""
+    """One stage of the work: each rank reports whether it has done its part."""
 
     def __init__(self, key: str, num_ranks: int) -> None:
         self._key = key
@@ -50,7 +50,7 @@ class Stage:
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         if self._num_ranks > 1:
-            # In this order: whoever sees all ranks here also sees that one of them has failed.
+            # In this order: a rank that sees all ranks here also sees that one of them has failed.
             if kind is not None:
                 self._store().add(f"{self._key}/failed", 1)
             self._store().add(f"{self._key}/here", 1)
@@ -61,7 +61,7 @@ class Stage:
             return True
         store, limit = self._store(), distributed_c10d.default_pg_timeout
         began, pause_s = time.monotonic(), _POLL_S
-        # To add 0 reads the counter, even if no rank has set it yet. `get` would wait for the key.
+        # Adding 0 reads the counter, even if no rank has set it yet. `get` would wait for the key.
         while store.add(f"{self._key}/here", 0) < self._num_ranks:
             if store.add(f"{self._key}/failed", 0):
                 return False

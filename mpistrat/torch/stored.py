@@ -1,4 +1,4 @@
-"""Tensors as arrays of a file: dtypes, memory, shards, and what cannot be stored."""
+"""Tensors as arrays of a file: dtypes, memory, shards, and tensors that cannot be stored."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PLAIN = {
 _STORED: dict[torch.dtype, np.dtype] = _PLAIN | {
     getattr(torch, name): bits for name, bits in BITS_OF_FLOATS.items() if hasattr(torch, name)
 }
-"""The dtype in the file of each dtype of tensors that can be saved."""
+"""The dtype in the file for each dtype of tensors that can be saved."""
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -38,7 +38,7 @@ _DTYPES = {name_of(dtype): dtype for dtype in _STORED}
 
 def is_sharded(tensor: object) -> bool:
     """Return whether `tensor` is a DTensor."""
-    # A program that has not imported this module has no DTensor, and is spared the import.
+    # A program that has not imported this module has no DTensor, so importing it is unnecessary.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -50,7 +50,7 @@ FSDP1_ADVICE = (
 
 
 class StoredTensor:
-    """A dense tensor on its way into a file: see `mpistrat.checkpoint.torch_hook.TensorArray`."""
+    """A dense tensor that is being saved: see `mpistrat.checkpoint.torch_hook.TensorArray`."""
 
     def __init__(self, tensor: Any) -> None:
         self._tensor = tensor.detach()
@@ -70,12 +70,12 @@ class StoredTensor:
 
     @property
     def size(self) -> int:
-        """How many elements it has."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def mesh(self) -> str:
-        """The ranks that share its elements, as a text; empty where no rank can write a part."""
+        """The ranks that share its elements, as a string; empty if no rank can write a part."""
         if not is_sharded(self._tensor):
             return ""
         # A partial tensor is a sum over ranks: no rank has any of its elements.
@@ -85,7 +85,7 @@ class StoredTensor:
         return digest_of_text(repr(mesh.tolist()).encode())
 
     def shards(self) -> Iterator[tuple[Box, np.ndarray]]:
-        """Yield the parts that this rank has, and no rank of its mesh before it."""
+        """Yield the parts that this rank has, and that no earlier rank of its mesh has."""
         tensor = self._tensor
         place = tensor.device_mesh.get_coordinate()
         if place is None or any(
@@ -96,20 +96,20 @@ class StoredTensor:
             yield box, on_host(_shard_at(tensor, box))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """Return the values, as NumPy's protocol has it. **Collective** for a DTensor."""
+        """Return the values, as in NumPy's protocol. **Collective** for a DTensor."""
         tensor: Any = self._tensor
         array = on_host(tensor.full_tensor() if is_sharded(tensor) else tensor)
         return np.array(array, dtype) if copy or dtype not in (None, self.dtype) else array
 
 
 def _boxes_of(tensor: Any) -> list[Box]:
-    """Return which parts of a DTensor this rank has."""
+    """Return the parts of a DTensor that this rank has."""
     shape, chunks = tuple(tensor.shape), tensor.__create_chunk_list__()
     return [Box(shape, tuple(each.offsets), tuple(each.sizes)) for each in chunks]
 
 
 def box_of(own: Any, stored: Any) -> Box | None:
-    """Return the part of a `stored` tensor that this rank's `own` takes, ``None`` for all."""
+    """Return the part of a `stored` tensor that this rank's `own` holds, ``None`` for all."""
     if not is_sharded(own) or not isinstance(stored, torch.Tensor) or stored.shape != own.shape:
         return None
     if any(each.is_partial() for each in own.placements):
@@ -129,9 +129,9 @@ class LocalPart:
         self._shape = shape
 
     def as_sharded(self, own: Any) -> Any:
-        """Return it as a DTensor that is distributed as `own`."""
-        # run_check would communicate, but this is local. Without shape and stride, from_local
-        # assumes that all shards have the same size.
+        """Return this part as a DTensor that is distributed like `own`."""
+        # run_check would communicate, but this method is local. Without shape and stride,
+        # from_local assumes that all shards have the same size.
         return sys.modules["torch.distributed.tensor"].DTensor.from_local(
             self._local.to(own.device_mesh.device_type),
             own.device_mesh,
@@ -149,7 +149,7 @@ def _shard_at(tensor: Any, box: Box) -> torch.Tensor:
 
 
 def on_host(tensor: torch.Tensor) -> np.ndarray:
-    """Return the values of a tensor in C order, without a copy where they lie so on the host."""
+    """Return the values of a tensor in C order, without a copy if the host stores them so."""
     dtype = _STORED[tensor.dtype]
     shape = tuple(tensor.shape)
     return np.asarray(_Memory(tensor, dtype)) if tensor.numel() else np.empty(shape, dtype)
@@ -158,11 +158,11 @@ def on_host(tensor: torch.Tensor) -> np.ndarray:
 class _Memory:
     """The memory of a tensor with elements, or of a copy on the host in C order.
 
-    NumPy's array of it keeps this object, and so the memory.
+    A NumPy array of this memory keeps the object alive, and so the memory.
     """
 
     def __init__(self, tensor: torch.Tensor, dtype: np.dtype) -> None:
-        # Tensor.numpy() would make the storage of a user's tensor unresizable for good.
+        # Tensor.numpy() would make the storage of a user's tensor permanently unresizable.
         self._host = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
         self.__array_interface__ = {
             "data": (self._host.data_ptr(), False),
@@ -173,16 +173,16 @@ class _Memory:
 
 
 def as_tensor(array: np.ndarray, dtype: str) -> torch.Tensor:
-    """Return an array that was stored for a tensor of `dtype` as one, with its memory."""
+    """Return a tensor of `dtype` from the array that a file stored for it, in the same memory."""
     own = tensor_dtype(array.dtype, dtype)
     if own in _PLAIN:
         return torch.from_numpy(array)
-    # NumPy lacks this dtype, so the bits come as integers of the same size.
+    # NumPy lacks this dtype, so the file stores the bits as integers of the same size.
     return torch.from_numpy(array.view(np.int16 if own.itemsize == 2 else np.uint8)).view(own)
 
 
 def tensor_dtype(stored: np.dtype, name: str) -> torch.dtype:
-    """Return the dtype called `name`, which an array in a file was stored for."""
+    """Return the dtype called `name`, for which the file stored an array of dtype `stored`."""
     dtype = _DTYPES.get(name)
     if dtype is None or _STORED[dtype] != stored:
         raise ValueError(f"an array of {stored} was stored for a tensor of {name}")
@@ -190,7 +190,7 @@ def tensor_dtype(stored: np.dtype, name: str) -> torch.dtype:
 
 
 def stored_dtype(dtype: torch.dtype) -> np.dtype | None:
-    """Return as what a file holds tensors of `dtype`, ``None`` where it cannot."""
+    """Return the dtype of tensors of `dtype` in a file, ``None`` if it has no such form."""
     return _STORED.get(dtype)
 
 
@@ -198,7 +198,7 @@ _PLAIN_CLASSES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 def why_not_stored(tensor: torch.Tensor) -> str:
-    """Return what `tensor` is where it cannot be saved, with the remedy, or an empty text."""
+    """Return why `tensor` cannot be saved, with the remedy, or an empty string."""
     if torch.nn.parameter.is_lazy(tensor):
         return "a parameter without a shape (run the module once before it is saved)"
     if type(tensor).__name__ == "FlatParameter":

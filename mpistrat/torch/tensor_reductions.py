@@ -1,4 +1,4 @@
-"""Reductions of tensors: torch's operators over the reducers of this package."""
+"""Reductions of tensors: torch's operators by means of mpistrat's reducers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _OPS = {
 
 
 class _Bitwise(NamedTuple):
-    """An operator on bits, of two libraries."""
+    """A bitwise operator in two libraries."""
 
     mpi: MPI.Op
     ufunc: np.ufunc
@@ -56,26 +56,26 @@ _OF_BOOL = {ReduceOp.SUM: ReduceOp.MAX, ReduceOp.PROD: ReduceOp.MIN}
 
 
 class _Reduction:
-    """The operator `known` of torch for tensors of some dtypes, which it must fit."""
+    """Torch's operator `known` for tensors of some dtypes, which it must support."""
 
     # `kind` is the operation, for errors.
 
     def __init__(self, kind: str, known: Any, *dtypes: torch.dtype) -> None:
         self.bitwise = _BITWISE.get(known)
-        """For operators on bits."""
+        """The bitwise operator, if it is one."""
         if self.bitwise is None and known not in _OPS:
             raise ValueError(
                 f"{kind}: {known} is not supported on CPU tensors. Use SUM, AVG, PRODUCT, MIN, "
                 "MAX, BAND, BOR or BXOR; for PREMUL_SUM multiply the tensor first."
             )
         self.name = str(getattr(known, "name", known))
-        """For ranks to compare."""
+        """Name of the operator, which ranks compare."""
         self.op = _OPS.get(known, ReduceOp.SUM)
         for dtype in dtypes:
             self._check(kind, dtype)
         self._is_bool = torch.bool in dtypes
         self.structure = f"{self.name} of bool" if self._is_bool else ()
-        """What ranks compare besides the operator of this package."""
+        """Description that ranks compare in addition to mpistrat's operator."""
         if self._is_bool:
             self.op = _OF_BOOL.get(self.op, self.op)
 
@@ -103,13 +103,13 @@ _kept_reduction = functools.lru_cache(_Reduction)
 
 
 def _reduction_of(kind: str, op: Any, tensors: Sequence[torch.Tensor]) -> _Reduction:
-    """Return what reduces `tensors` by torch's `op`."""
+    """Return the reduction of `tensors` with torch's `op`."""
     dtypes = {each.dtype for each in tensors} if len(tensors) > 1 else (tensors[0].dtype,)
     return _kept_reduction(kind, getattr(op, "op", op), *dtypes)
 
 
 def all_reduce(call: CollectiveCall, op: Any, tensors: Sequence[torch.Tensor]) -> None:
-    """Reduce each tensor in place, equal to the bit on all ranks. **Collective**."""
+    """Reduce each tensor in place, bit-identical on all ranks. **Collective**."""
     operands = [target_of(call, each) for each in tensors]
     reduction = _reduction_of(subject(call), op, tensors)
     arrays = reduction.arrays(operands)
@@ -118,7 +118,7 @@ def all_reduce(call: CollectiveCall, op: Any, tensors: Sequence[torch.Tensor]) -
         for array in arrays:
             _combine_bits(call, reduction.bitwise, array)
     else:
-        # One may be memory of another, such as the same tensor twice.
+        # Two tensors may share memory, for example if the same tensor is passed twice.
         is_apart = len(arrays) == 1 or are_apart(arrays, arrays)
         targets = arrays if is_apart else [array.copy() for array in arrays]
         call.all_reduce_in_place(reduction.op, targets, reduction.structure)
@@ -136,7 +136,7 @@ def _combine_bits(call: CollectiveCall, bitwise: _Bitwise, array: np.ndarray) ->
 
 
 def reduce(call: CollectiveCall, op: Any, tensor: torch.Tensor, root: int) -> None:
-    """Reduce `tensor` in place on `root`; elsewhere it stays as it is. **Collective**."""
+    """Reduce `tensor` in place on `root`; on other ranks it is unchanged. **Collective**."""
     check_root(call, root)
     is_root = call.channel.rank == root
     operand = target_of(call, tensor) if is_root else source_of(call, tensor)
@@ -160,7 +160,7 @@ def reduce_scatter(
     output: torch.Tensor,
     inputs: Sequence[torch.Tensor],
 ) -> None:
-    """Reduce what all ranks have for this one into `output`. **Collective**."""
+    """Reduce into `output` the inputs that all ranks have for this rank. **Collective**."""
     target = target_of(call, output)
     operands = [source_of(call, each) for each in inputs]
     reduction = _reduction_of(subject(call), op, [output, *inputs])

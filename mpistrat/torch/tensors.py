@@ -18,12 +18,12 @@ from mpistrat.sharding import consecutive
 
 
 class Operand:
-    """A dense tensor of the host as contiguous memory; `kind` is the operation, for errors."""
+    """A dense tensor on the host as contiguous memory; `kind` is the operation, for errors."""
 
     __slots__ = ("_target", "memory")
 
     def __init__(self, tensor: torch.Tensor, kind: str) -> None:
-        # Short, as each operation makes one of each tensor.
+        # Kept short, because each operation creates one per tensor.
         _check(tensor, kind)
         self._target: torch.Tensor | None = None
         self.memory = tensor
@@ -37,8 +37,8 @@ class Operand:
     @property
     def array(self) -> np.ndarray:
         """The numbers as an array of the tensor's shape, which keeps their memory alive."""
-        # Tensor.numpy() would make the storage of a user's tensor unresizable for good, and
-        # sharded modules resize theirs.
+        # Tensor.numpy() would make the storage of a user's tensor permanently unresizable, and
+        # sharded modules resize their storages.
         memory = self.memory
         dtype, shape = _numpy_dtype(memory.dtype), tuple(memory.shape)
         address = memory.data_ptr()
@@ -47,25 +47,25 @@ class Operand:
 
     @property
     def bytes(self) -> np.ndarray:
-        """The bytes as an array, also of one element with any stride."""
+        """The bytes as an array, also if one element has any stride."""
         memory = self.memory
         address, shape = memory.data_ptr(), (memory.numel() * memory.element_size(),)
         return _array_at(address, shape, _BYTE, memory) if address else np.empty(shape, _BYTE)
 
     @property
     def buffer(self) -> MPI.buffer:
-        """The bytes."""
+        """The bytes as a buffer for MPI."""
         return MPI.buffer.fromaddress(self.memory.data_ptr(), self.num_bytes)
 
     @property
     def num_bytes(self) -> int:
-        """How many bytes there are."""
+        """Number of bytes."""
         return int(self.memory.numel() * self.memory.element_size())
 
     def give_back(self) -> None:
-        """Copy what was received to the tensor, if its memory is elsewhere.
+        """Copy the received values to the tensor, if its memory is a different one.
 
-        Otherwise raise autograd's version counter, which does not see writes by address: a
+        Otherwise increment autograd's version counter, which does not see writes by address: a
         backward pass that needs the overwritten values then raises an error.
         """
         target = self._target
@@ -84,12 +84,12 @@ _BYTE = np.dtype(np.uint8)
 
 
 def is_on_host(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor's memory is that of the CPU."""
+    """Return whether the tensor's memory is CPU memory."""
     return bool(tensor.is_cpu)
 
 
 def _check(tensor: torch.Tensor, kind: str) -> None:
-    # First the device: a tensor elsewhere has no address that the host may read.
+    # The device first: a tensor elsewhere has no address that the host may read.
     if not is_on_host(tensor):
         raise ValueError(
             f"{kind}: expected tensors on the CPU, but got one on {tensor.device}. Move it with "
@@ -106,7 +106,7 @@ def _check(tensor: torch.Tensor, kind: str) -> None:
 
 
 def described(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
-    """Return dtype and shape, for ranks to compare."""
+    """Return dtype and shape, which ranks compare."""
     return _name(tensor.dtype), tuple(tensor.shape)
 
 
@@ -117,7 +117,7 @@ def _name(dtype: torch.dtype) -> str:
 
 @functools.cache
 def _numpy_dtype(dtype: torch.dtype) -> np.dtype:
-    """Return the NumPy dtype; for dtypes that are only moved, one of as many bytes."""
+    """Return the NumPy dtype; for dtypes that are only moved, a dtype of the same size."""
     name = _name(dtype)
     if name == "bfloat16":
         return named_dtype("bfloat16")
@@ -128,42 +128,42 @@ def _numpy_dtype(dtype: torch.dtype) -> np.dtype:
 
 
 def joined_bytes(operands: Sequence[Operand]) -> np.ndarray:
-    """Return the bytes of tensors, one behind the other."""
+    """Return the bytes of tensors, one tensor behind the other."""
     parts = [each.memory.reshape(-1) for each in operands]
     return Operand(torch.cat(parts) if parts else torch.empty(0), "").bytes
 
 
 def hand_out(whole: np.ndarray, targets: Sequence[Operand]) -> None:
-    """Copy the bytes that were received, one tensor behind the other, to the `targets`."""
+    """Copy the received bytes, one tensor behind the other, to the `targets`."""
     for target, part in zip(targets, consecutive(t.num_bytes for t in targets), strict=True):
         np.copyto(target.bytes, whole[part])
         target.give_back()
 
 
 def subject(call: CollectiveCall) -> str:
-    """Return the operation and the rank, with which an error about arguments begins."""
+    """Return the operation and the rank, the beginning of errors about arguments."""
     return _subject(call.kind, call.channel.rank, call.channel.size)
 
 
-@functools.cache  # operations are repeated, and hardly any fails
+@functools.cache  # operations repeat, and few fail
 def _subject(kind: str, rank: int, size: int) -> str:
     return f"{kind} on rank {rank} of {size}"
 
 
 def source_of(call: CollectiveCall, tensor: torch.Tensor) -> Operand:
-    """Return the memory of a tensor that is sent."""
+    """Return the memory of a tensor to send."""
     return Operand(tensor, subject(call))
 
 
 def target_of(call: CollectiveCall, tensor: torch.Tensor) -> Operand:
-    """Return the memory of a tensor that is written to."""
+    """Return the memory of a tensor to write to."""
     operand = Operand(tensor, subject(call))
     check_writable(subject(call), tensor)
     return operand
 
 
 def apart(source: Operand, target: Operand) -> Operand:
-    """Return `source`, or a copy where `target` overlaps it, which MPI forbids."""
+    """Return `source`, or a copy if `target` overlaps it, which MPI forbids."""
     is_apart = are_apart([source.memory], [target.memory])
     return source if is_apart else Operand(source.memory.clone(), "")
 
@@ -171,7 +171,7 @@ def apart(source: Operand, target: Operand) -> Operand:
 def apart_from(
     call: CollectiveCall, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
 ) -> Sequence[torch.Tensor]:
-    """Return `inputs` in C order, or copies where an output may be written before one is read."""
+    """Return `inputs` in C order, or copies if an output may be written before an input is read."""
     sources = [source_of(call, each).memory for each in inputs]
     if len(inputs) == 1 or are_apart(sources, outputs):
         return sources
@@ -185,7 +185,7 @@ def are_apart(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) 
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return where the memory of a tensor begins and ends, with what lies between its elements."""
+    """Return the start and the end of a tensor's memory, including gaps between its elements."""
     begin, reach = tensor.data_ptr(), 0
     if tensor.numel():
         pairs = zip(tensor.shape, tensor.stride(), strict=True)
@@ -194,7 +194,7 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def check_is_of_ranks(kind: str) -> None:
-    """Refuse an operation of the ranks inside a replica of which a rank has several."""
+    """Raise for an operation of ranks inside a replica, if a rank has several replicas."""
     frame = context.current()
     if frame is None or frame.kind is not context.Kind.REPLICA:
         return
@@ -208,7 +208,7 @@ def check_is_of_ranks(kind: str) -> None:
 
 
 def check_root(call: CollectiveCall, root: int) -> None:
-    """Refuse a root that is not a rank of the group."""
+    """Raise for a root that is not a rank of the group."""
     size = call.channel.size
     if not 0 <= root < size:
         raise ValueError(
@@ -217,7 +217,7 @@ def check_root(call: CollectiveCall, root: int) -> None:
 
 
 def check_writable(subject: str, tensor: torch.Tensor) -> None:
-    """Refuse an output whose elements share memory, as those of an expanded tensor do."""
+    """Raise for an output whose elements share memory, as in an expanded tensor."""
     if tensor.layout is torch.strided and not tensor.is_contiguous():
         for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
             if stride == 0 and length > 1:
@@ -231,7 +231,7 @@ def check_writable(subject: str, tensor: torch.Tensor) -> None:
 def check_list(
     call: CollectiveCall, tensors: Sequence[torch.Tensor], name: str, like: torch.Tensor | None
 ) -> None:
-    """Refuse a list that has not one tensor for each rank, all of them `like` one."""
+    """Raise unless a list has one tensor per rank, all of them like `like`."""
     size = call.channel.size
     if len(tensors) != size:
         raise ValueError(
@@ -254,7 +254,7 @@ def check_whole(
     whole_name: str,
     part_name: str,
 ) -> None:
-    """Refuse a `whole` that is not as long as one `part` for each rank."""
+    """Raise unless `whole` is as long as one `part` per rank."""
     size = call.channel.size
     if whole.numel() != size * part.numel() or whole.dtype != part.dtype:
         raise ValueError(
@@ -267,7 +267,7 @@ def check_whole(
 def equal_parts(
     call: CollectiveCall, source: torch.Tensor, output: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Return `source` cut into as many parts as there are ranks, each as long as `output`."""
+    """Return `source` cut into one part per rank, each as long as `output`."""
     check_whole(call, source, output, "input", "output")
     flat = source_of(call, source).memory.reshape(-1)
     return list(flat.split(output.numel())) if output.numel() else [flat] * call.channel.size
@@ -276,7 +276,7 @@ def equal_parts(
 def common_dtype(
     call: CollectiveCall, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
 ) -> torch.dtype:
-    """Return the dtype of all tensors, or refuse them."""
+    """Return the dtype of all tensors, or raise if they differ."""
     names = [sorted({described(each)[0] for each in tensors}) for tensors in (outputs, inputs)]
     if names[0] != names[1] or len(names[0]) > 1:
         raise TypeError(
@@ -290,7 +290,7 @@ def common_dtype(
 def row_counts(
     call: CollectiveCall, tensor: torch.Tensor, splits: Sequence[int], name: str
 ) -> list[int]:
-    """Return how many elements of `tensor` each rank gets, from the rows of `splits`."""
+    """Return how many elements of `tensor` each rank gets; `splits` are rows."""
     size, rows = call.channel.size, len(tensor) if tensor.dim() else 0
     if not splits:
         if rows % size:

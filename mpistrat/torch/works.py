@@ -1,4 +1,4 @@
-"""Works: what an operation returns, and the queue in which a group does its operations."""
+"""Works, which operations return, and the queue in which a group runs its operations."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from mpistrat.system.callsite import Place, format_place, on_behalf_of
 _logger = logging.getLogger("mpistrat")
 
 _SHORT_BYTES = 2**20
-"""Up to here, an operation to which all ranks have come is short enough for the program to wait."""
+"""Up to this size, an operation that all ranks have reached is short enough to wait for."""
 
 _PATIENCE_S = 1.0
 """How long the end of the program waits for the thread."""
 
 
 class Work(dist.Work):
-    """What was issued, and its outcome.
+    """An issued operation, and its outcome.
 
     Parameters
     ----------
     kind : str
         The operation, for errors.
     outputs : list of torch.Tensor
-        What it writes to.
+        The tensors that it writes to.
     place : Place
         The line that issued it.
     """
@@ -54,15 +54,15 @@ class Work(dist.Work):
         self._is_asked = True
 
     def synchronize(self) -> None:
-        """Do `wait`."""
+        """Call `wait`."""
         self.wait()
 
     def is_completed(self) -> bool:
-        """Return whether it is done, well or not."""
+        """Return whether the operation has ended, with or without an error."""
         return self.is_done
 
     def is_success(self) -> bool:
-        """Return whether it is done well."""
+        """Return whether the operation has ended without an error."""
         return self.is_completed() and self.error is None
 
     def exception(self) -> BaseException | None:
@@ -71,7 +71,7 @@ class Work(dist.Work):
         return self.error
 
     def unseen_error(self) -> BaseException | None:
-        """Return its error, if the program does not ask for it."""
+        """Return its error, unless the program asks for it."""
         return None if self._is_asked else self.error
 
     def result(self) -> list[Any]:
@@ -80,15 +80,15 @@ class Work(dist.Work):
         return self.outputs
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future of what it writes to."""
+        """Return a future of the tensors that it writes to."""
         self.note_asked()
         if self._future is None:
             begun: torch.futures.Future[Any] = torch.futures.Future()
-            # Only an error in a callback is one for the C++ code that waits for a future.
+            # The C++ code that waits for a future sees only an error in a callback as an error.
             self._future = begun.then(self._outcome)
             self._unset.append(begun)
-            # After the line before: whoever ends this sets `is_done` before it looks for a future,
-            # so one of the two completes it.
+            # After the line before: the thread that ends this sets `is_done` before it looks for a
+            # future, so one of the two completes it.
             if self.is_done:
                 self.complete_future()
         return self._future
@@ -100,7 +100,8 @@ class Work(dist.Work):
 
     def complete_future(self) -> None:
         """Complete the future, if there is one, after `is_done` was set."""
-        # Callbacks run here, without a lock. Whoever takes the future out of the list completes it.
+        # Callbacks run here, without a lock. The thread that takes the future out of the list
+        # completes it.
         if self._unset:
             with contextlib.suppress(IndexError):
                 self._unset.pop().set_result(None)
@@ -110,7 +111,7 @@ class Work(dist.Work):
 
 
 class GroupWork(Work):
-    """A collective of a group, which `operation` does. It is called once."""
+    """A collective of a group. It calls `operation` once."""
 
     def __init__(
         self, kind: str, operation: Callable[[], Any], outputs: list[Any], place: Place
@@ -118,11 +119,11 @@ class GroupWork(Work):
         super().__init__(kind, outputs, place)
         self._operation: Callable[[], Any] | None = operation
         self._running = threading.Lock()
-        # Held from the start until the operation is done: to wait is to acquire it.
+        # Held from the start until the operation is done: waiting means acquiring it.
         self._running.acquire()
 
     def perform(self) -> None:
-        """Do the operation on this thread, and complete the future."""
+        """Run the operation on this thread, and complete the future."""
         operation, self._operation = self._operation, None
         assert operation is not None
         try:
@@ -154,16 +155,16 @@ class GroupWork(Work):
 class GroupQueue:
     """The operations of a group, one at a time and in the order in which they were issued.
 
-    Synchronous ones run on the thread that issues them where nothing is ahead of them, and so do
-    short ones to which all other ranks have come; all others run on a thread of the queue. What a
-    callback issues runs there and then: it may wait for it.
+    A synchronous operation runs on the thread that issues it if no operation is ahead of it, and so
+    does a short one that all other ranks have reached. All others run on a thread of the queue. An
+    operation that a callback issues runs at once, because the callback may wait for it.
 
     Parameters
     ----------
     name : str
-        Of the thread.
+        Name of the thread.
     channel : Channel
-        Of the group.
+        Channel of the group.
     """
 
     def __init__(self, name: str, channel: Channel) -> None:
@@ -172,18 +173,18 @@ class GroupQueue:
         self._waiting: deque[GroupWork] = deque()
         self._changed = threading.Condition(threading.Lock())
         self._busy: int | None = None
-        """The thread that does an operation."""
+        """The thread that runs an operation."""
         self._under_way: GroupWork | None = None
-        """What the thread of the queue does."""
+        """The operation that the thread of the queue runs."""
         self._failed: GroupWork | None = None
-        """The first that failed while nobody had asked for its outcome yet."""
+        """The first operation that failed before the program asked for its outcome."""
         self._thread: threading.Thread | None = None
         self._is_ending = False
 
     def add(self, work: GroupWork, is_async: bool, num_bytes: int) -> None:
-        """Do `work`, which writes `num_bytes`, or have it done."""
-        # A callback of the operation that this thread does. If its operation were queued, the
-        # thread would wait for itself.
+        """Run `work`, which writes `num_bytes`, or queue it for the thread."""
+        # This is a callback of the operation that this thread runs. If the callback's operation
+        # were queued, the thread would wait for itself.
         if self._is_ending or self._busy == threading.get_ident():
             work.perform()
         elif (not is_async or self._is_at_hand(num_bytes)) and self._begin():
@@ -202,11 +203,11 @@ class GroupQueue:
                 self._changed.notify()
 
     def _is_at_hand(self, num_bytes: int) -> bool:
-        """Return whether an operation is done sooner than it is handed over to the thread."""
+        """Return whether running an operation here is faster than passing it to the thread."""
         return num_bytes <= _SHORT_BYTES and self._is_idle() and self._channel.all_come()
 
     def _begin(self) -> bool:
-        """Let this thread do one operation, where nothing is ahead of it."""
+        """Reserve the queue for one operation of this thread, if no operation is ahead of it."""
         with self._changed:
             if self._busy is not None or self._waiting:
                 return False
@@ -216,7 +217,7 @@ class GroupQueue:
     def _end(self) -> None:
         with self._changed:
             self._busy = None
-            if self._waiting or self._is_ending:  # to wake the thread for nothing costs a lot
+            if self._waiting or self._is_ending:  # waking the thread needlessly is expensive
                 self._changed.notify_all()
 
     def _note_failure(self, work: GroupWork) -> None:
@@ -240,12 +241,12 @@ class GroupQueue:
                 self._channel.transport.wait_busily(True)
                 self._under_way = None
                 self._note_failure(work)
-                # Or this frame would keep its tensors in memory until the next operation comes.
+                # Otherwise this frame would keep its tensors in memory until the next operation.
                 del work
                 self._end()
 
     def close(self) -> None:
-        """End the thread after what is queued."""
+        """End the thread after the queued operations."""
         with self._changed:
             self._is_ending = True
             self._changed.notify()
@@ -254,7 +255,7 @@ class GroupQueue:
             self._thread = None
 
     def abandon(self, abort: Callable[[], object]) -> None:
-        """End the thread although the program did not wait: `abort` what never ends."""
+        """End the thread although the program did not wait; `abort` operations that never end."""
         with self._changed:
             self._is_ending = True
             self._changed.notify()
@@ -270,7 +271,7 @@ class GroupQueue:
                 "operation with async_op=True returns.",
                 work,
             )
-        # An operation that waits for ranks that never come would stay inside MPI while the
+        # An operation that waits for ranks that never arrive would stay inside MPI while the
         # interpreter ends.
         if not is_done:
             abort()

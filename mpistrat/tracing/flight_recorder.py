@@ -1,6 +1,6 @@
-"""Flight recorder: a ring of the last collectives of a channel, always on.
+"""Flight recorder: ring buffer of the last collectives of a channel, which is always on.
 
-An entry keeps references and clock readings only, because each collective makes one. They are
+An entry keeps only references and clock readings, because each collective creates one. They are
 formatted when the record is dumped.
 """
 
@@ -17,18 +17,18 @@ _DEFAULT_LENGTH = 256
 
 
 class State:
-    """How far a collective has come on this rank, as the strings of a dump."""
+    """Progress of a collective on this rank, as strings for a dump."""
 
     WAITING = "waiting"
     """This rank waits for the others to agree."""
     AGREED = "agreed"
-    """All ranks brought the same, and data may move."""
+    """All ranks have voted for the same call, and data may move."""
     DONE = "done"
     """The call has returned on this rank."""
     REFUSED = "refused"
-    """This rank could not do it: its arguments were bad, or its part of some work failed."""
+    """This rank could not take part: its arguments were bad, or its part of the work failed."""
     FAILED = "failed"
-    """The ranks disagreed or did not come, or the call raised after the agreement."""
+    """The ranks disagreed or did not arrive, or the call raised after the agreement."""
 
 
 _WAITING = State.WAITING
@@ -50,19 +50,19 @@ class FlightEntry:
     )
 
     number: int
-    """Of the collective on its channel, from 0."""
+    """Number of the collective on its channel, from 0."""
     counters: tuple[int, int, int, int]
-    """Calls of run, merge_call and update begun before it, and functions that failed."""
+    """Numbers of calls of run, merge_call and update before it, and of functions that failed."""
     signature: tuple[Any, ...]
     """Kind, name, number of the strategy, and further details that ranks compare."""
     extra: str
-    """Text of the number that ranks compare beside it, as it may change with each call."""
+    """Text of a further number that ranks compare, because it may change with each call."""
     place: Place
-    """The call in the user's code."""
+    """Place of the call in the user's code."""
     began_ns: int
     agreed_ns: int
     ended_ns: int
-    """Readings of the monotonic clock like the two before; 0 where not reached."""
+    """Reading of the monotonic clock, like the two before; 0 if the call has not got that far."""
     state: str
     """One of `State`."""
 
@@ -76,18 +76,18 @@ class FlightEntry:
 
 
 class FlightRecord:
-    """The last collectives of one channel, in the order in which this rank came to them."""
+    """Last collectives of one channel, in the order in which this rank reached them."""
 
     def __init__(self, length: int = _DEFAULT_LENGTH) -> None:
         self.entries: deque[FlightEntry] = deque(maxlen=length)
         self.channel = ""
-        """A name of the channel that is equal on its ranks."""
+        """Name of the channel, the same on all of its ranks."""
         self._began_s = monotonic_ns() * 1e-9
 
     def last_agreed_s(self) -> float:
-        """Return when the ranks agreed last, by the monotonic clock, from any thread."""
-        # A copy: the program may add a collective meanwhile, and a deque that changes during a loop
-        # raises RuntimeError.
+        """Return when the ranks last agreed, by the monotonic clock. From any thread."""
+        # Copy the deque: the program may add a collective at the same time, and a deque that
+        # changes during a loop raises RuntimeError.
         for entry in reversed(list(self.entries)):
             if entry.agreed_ns:
                 return entry.agreed_ns * 1e-9
@@ -106,7 +106,7 @@ class FlightRecord:
         entry.began_ns = monotonic_ns()
         entry.agreed_ns = entry.ended_ns = 0
         entry.state = _WAITING
-        # Formatted only when the record is dumped. Most records never are.
+        # Nothing is formatted before the record is dumped. Most records never are.
         entry.number = counters.sequence
         entry.counters = counters.runs, counters.merge_calls, counters.updates, counters.failures
         entry.signature = signature
@@ -117,7 +117,7 @@ class FlightRecord:
 
 
 class Counters(Protocol):
-    """The counters of a channel: see `Ledger`."""
+    """Counters of a channel: see `Ledger`."""
 
     sequence: int
     runs: int

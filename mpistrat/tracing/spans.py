@@ -1,7 +1,7 @@
-"""Spans of time, recorded only where a timeline is wanted.
+"""Spans of time, which are recorded only if the user asks for a timeline.
 
 Code that takes time marks itself with `span`. The recorder writes the spans to a file of this rank
-every second, so that a job that is killed leaves a timeline too.
+every second, so that a killed job leaves a timeline too.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _FLUSH_INTERVAL_S = 1.0
 
 
 class Recorder:
-    """Appends the spans of this rank to a file, as lines of JSON, in a thread."""
+    """Appends the spans of this rank to a file in a thread, as lines of JSON."""
 
     def __init__(self, path: str, header: dict[str, Any]) -> None:
         self.push: Callable[[str], object] | None
         self.pop: Callable[[], object] | None
-        """`push` and `pop` mark the same ranges for NVIDIA's profilers, where CuPy is in use."""
+        """`push` and `pop` mark the same ranges for NVIDIA's profilers, if CuPy is in use."""
         self.push, self.pop = profiler_marks()
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        # Appended to by any thread without the lock: `append` of a deque is atomic in CPython.
+        # Any thread appends without the lock, because `append` of a deque is atomic in CPython.
         self._waiting: deque[tuple[Any, ...]] = deque()
         self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115
         self._file.write(json.dumps(header) + "\n")
@@ -52,7 +52,7 @@ class Recorder:
     def add(
         self, category: str, name: str, began_ns: int, ended_ns: int, facts: dict[str, Any]
     ) -> None:
-        """Add a span between two readings of the monotonic clock, from any thread."""
+        """Add a span between two readings of the monotonic clock. May be called by any thread."""
         thread = threading.get_ident()
         self._waiting.append((category, name, began_ns, ended_ns, thread, facts))
 
@@ -62,7 +62,7 @@ class Recorder:
         if os.getpid() != self._pid:
             return
         with self._lock:
-            # Spans that other threads append meanwhile wait for the next flush.
+            # Spans that other threads append in the meantime wait for the next flush.
             taken = [self._waiting.popleft() for _ in range(len(self._waiting))]
             self._file.writelines(json.dumps(each) + "\n" for each in taken)
             self._file.flush()
@@ -110,16 +110,16 @@ class _Span:
 
 
 def span(category: str, name: str, **facts: Any) -> AbstractContextManager[dict[str, Any] | None]:
-    """Return a context manager that records a span, with `facts` in JSON values.
+    """Return a context manager that records a span, with `facts` as JSON values.
 
-    It yields the facts, so that more can be added within, or ``None`` where nothing is recorded.
+    It yields the facts, so that code in the block can add more, or ``None`` if nothing is recorded.
     """
     recorder = state_of_recording.recorder
     return _NOTHING if recorder is None else _Span(recorder, category, name, facts)
 
 
 def mark(name: str) -> Callable[[], object] | None:
-    """Begin a range for NVIDIA's profilers, if any; return the function that ends it."""
+    """Begin a range for NVIDIA's profilers, if any, and return the function that ends it."""
     recorder = state_of_recording.recorder
     if recorder is None or recorder.push is None:
         return None

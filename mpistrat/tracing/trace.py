@@ -1,4 +1,4 @@
-"""Timeline of a job as a Chrome trace: ranks record parts, which rank 0 merges on one clock."""
+"""Timeline of a job as a Chrome trace: each rank records a part, and rank 0 merges the parts."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ class _Span(NamedTuple):
     """A span of time on one rank."""
 
     category: str
-    """``collective``, or what `mpistrat.tracing.spans.span` was given."""
+    """``collective``, or the category passed to `mpistrat.tracing.spans.span`."""
     name: str
     began_ns: int
-    """By the clock of the rank's node."""
+    """Time by the clock of the rank's node."""
     ended_ns: int
     thread: int
     facts: dict[str, Any]
 
     @property
     def meeting(self) -> tuple[int, int] | None:
-        """Which collective of which channel all ranks agreed on here, if this is one."""
+        """Channel and number of the collective, if this is one on which all ranks agreed."""
         if self.category != "collective" or not self.facts["agreed_ns"]:
             return None
         return self.facts["channel"], self.facts["number"]
@@ -61,7 +61,7 @@ def _label(name: str, rank: int, facts: dict[str, Any]) -> _Event:
 def _slices(
     span: _Span, rank: int, row: int, offset_ns: float, last_rank: int | None
 ) -> Iterator[_Event]:
-    """Yield the events of one span: for a collective also its waiting, and its moving of data."""
+    """Yield the events of one span. A collective also has events for waiting and moving data."""
     facts = {key: value for key, value in span.facts.items() if key != "agreed_ns"}
     pieces = [(span.name, span.category, span.began_ns, span.ended_ns, facts)]
     if span.category == "collective":
@@ -80,7 +80,7 @@ def _slices(
             "name": name,
             "cat": category,
             "ph": "X",
-            # One offset for both ends, so that no duration changes.
+            # Use one offset for both ends, so that durations do not change.
             "ts": (began_ns - offset_ns) / _NS_PER_US,
             "dur": (ended_ns - began_ns) / _NS_PER_US,
             "pid": rank,
@@ -96,29 +96,29 @@ class _Arrival(NamedTuple):
 
 
 class _Flows:
-    """Arrows from the rank that came last to a collective, to each rank that it released."""
+    """Arrows from the rank that reached a collective last to each rank that it released."""
 
-    # One arrival is kept for each collective, whatever the number of ranks.
+    # Keep one arrival per collective, for any number of ranks.
 
     def __init__(self) -> None:
         self._last: dict[Any, _Arrival] = {}
         self._num_flows = 0
 
     def add(self, span: _Span, rank: int, row: int, offset_ns: float) -> None:
-        """Take note of when a rank came to a collective."""
+        """Record when a rank reached a collective."""
         if (meeting := span.meeting) is not None:
             arrival = _Arrival((span.began_ns - offset_ns) / _NS_PER_US, rank, row)
-            # Tuples: the latest time counts, then the highest rank, whatever the order of the
+            # Comparing tuples selects the latest time, then the highest rank, in any order of the
             # ranks.
             self._last[meeting] = max(self._last.get(meeting, arrival), arrival)
 
     def last_rank(self, span: _Span) -> int | None:
-        """Return who came last to a collective, ``None`` for other spans."""
+        """Return the rank that reached a collective last, or ``None`` for other spans."""
         meeting = span.meeting
         return None if meeting is None else self._last[meeting].rank
 
     def arrow(self, span: _Span, rank: int, row: int, offset_ns: float) -> Iterator[_Event]:
-        """Yield start and finish of the arrow to this rank, if it waited for another."""
+        """Yield start and end of the arrow to this rank, if it waited for a different rank."""
         meeting = span.meeting
         if meeting is None or (last := self._last[meeting]).rank == rank:
             return
@@ -129,19 +129,19 @@ class _Flows:
         self._num_flows += 1
         shared = {"name": "released", "cat": "flow", "id": self._num_flows}
         yield shared | {"ph": "s", "ts": last.ts, "pid": last.rank, "tid": last.row}
-        # "e" binds to the slice around it, not to the next one.
+        # "e" binds the arrow to the enclosing slice, not to the next one.
         yield shared | {"ph": "f", "bp": "e", "ts": ts, "pid": rank, "tid": row}
 
 
 class _Counters:
-    """Rates of one rank over time: examples, bytes read and bytes moved by collectives."""
+    """Rates of one rank over time: examples, bytes read, and bytes moved by collectives."""
 
     def __init__(self, width_us: float) -> None:
         self._width_us = width_us
         self._amounts: dict[str, dict[int, float]] = {}
 
     def add(self, span: _Span, offset_ns: float) -> None:
-        """Count what a span has read or moved, at its end."""
+        """Count the bytes and examples of a span at its end."""
         place = math.floor((span.ended_ns - offset_ns) / _NS_PER_US / self._width_us)
         size_bytes = span.facts.get("bytes", 0)
         if span.category == "collective":
@@ -156,7 +156,7 @@ class _Counters:
             places[place] = places.get(place, 0) + amount
 
     def events(self, rank: int) -> Iterator[_Event]:
-        """Yield the rates, and zero after each window in which there was something."""
+        """Yield the rates, and a zero after each window with a rate."""
         for name, places in sorted(self._amounts.items()):
             rates = {place + 1: 0.0 for place in places}
             rates |= {
@@ -175,29 +175,29 @@ _MAX_WINDOWS = 64
 _NS_PER_US = 1000
 _MIN_COUNTED_US = 1000.0
 _NUM_COUNTED = 200
-"""Windows over which the rates of the counters are taken."""
+"""Number of windows over which rates are computed."""
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 _Meeting = tuple[int, int]
-"""When a rank came to a collective, and when it knew that all agreed, in ns."""
+"""When a rank reached a collective, and when it knew that all agreed, in ns."""
 
 
 class Trace:
-    """The spans of all `parts`, on the clock of the first one."""
+    """Spans of all `parts`, on the clock of the first part."""
 
-    # The spans are read several times and never held in memory together, because a job has many.
+    # A job has many spans, so they are read several times and never all held in memory.
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self._parts = parts
         self._fits = _fit_clocks(parts)
 
     def write(self, path: Path) -> None:
-        """Write the trace to `path`, complete or not at all."""
+        """Write the trace to `path`, completely or not at all."""
         write_atomically(path, _texts(self.events(), self.metadata()))
 
     def metadata(self) -> dict[str, Any]:
-        """Return the header of the trace: its ranks, and how well their clocks agree."""
+        """Return the header of the trace: its ranks, and the offsets of their clocks."""
         size = self._parts[0].header["size"]
         return {
             "format": "mpistrat-timeline",
@@ -217,7 +217,7 @@ class Trace:
         }
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """Yield the events: names of the rows, then spans, arrows and counters by rank."""
+        """Yield the events: first names of the rows, then spans, arrows and counters per rank."""
         flows = _Flows()
         began_us, ended_us = math.inf, -math.inf
         for rank, row, span, offset_ns in self._spans():
@@ -239,12 +239,12 @@ class Trace:
             yield from counters.events(rank)
 
     def _spans(self) -> Iterator[tuple[int, int, _Span, float]]:
-        """Yield rank, row, span and what to subtract from its times, rank after rank."""
-        # Times are microseconds since the first rank's part was opened, on that rank's clock.
+        """Yield rank, row, span and the offset to subtract from its times, rank after rank."""
+        # Times are in microseconds since the first rank opened its part, by that rank's clock.
         zero_ns = self._parts[0].header["monotonic_ns"]
         for part in self._parts:
             fit = self._fits[part.rank]
-            # Identifiers of threads are long and differ from run to run; rows are numbered by first
+            # Thread identifiers are long and differ from run to run, so number the rows by first
             # use.
             threads: dict[int, int] = {}
             for span in part.spans():
@@ -268,7 +268,7 @@ def _finite(number: float) -> float | None:
 
 @dataclass(frozen=True)
 class Part:
-    """The spans of one rank."""
+    """Spans of one rank."""
 
     path: Path
     header: dict[str, Any]
@@ -276,7 +276,7 @@ class Part:
 
     @classmethod
     def open(cls, path: Path) -> Part:
-        """Return the part in the file `path`, or raise `ValueError` if it is none."""
+        """Return the part in the file `path`, or raise `ValueError` if it is not a part."""
         with open(path, encoding="utf-8") as file:
             header = _parsed(file.readline())
         if not isinstance(header, dict) or header.get("format") != _FORMAT:
@@ -290,12 +290,12 @@ class Part:
 
     @staticmethod
     def path_of(timeline: Path, rank: int) -> Path:
-        """Return where `rank` writes its part of `timeline`."""
+        """Return the path to which `rank` writes its part of `timeline`."""
         return timeline.with_name(f"{timeline.name}.rank{rank}.part")
 
     @staticmethod
     def paths_of(timeline: Path) -> list[Path]:
-        """Return the parts of `timeline` that are there, in rank order."""
+        """Return the existing parts of `timeline`, in rank order."""
         found = timeline.parent.glob(f"{timeline.name}.rank*.part")
         return sorted(found, key=lambda each: (len(each.name), each.name))
 
@@ -316,7 +316,7 @@ class Part:
 
     @property
     def rank(self) -> int:
-        """The rank in the world."""
+        """Rank in the world."""
         return int(self.header["rank"])
 
     def spans(self) -> Iterator[_Span]:
@@ -330,7 +330,7 @@ class Part:
 
 
 def _clock() -> str:
-    """Return an identifier of the monotonic clock, equal on ranks that share it."""
+    """Return an identifier of the monotonic clock, the same on ranks that share a clock."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:
@@ -338,7 +338,7 @@ def _clock() -> str:
 
 
 def _parsed(line: str) -> Any:
-    """Return the JSON in `line`, ``None`` where a killed rank has written it in part."""
+    """Return the JSON in `line`, or ``None`` if a killed rank has written only a part of it."""
     try:
         return json.loads(line)
     except (ValueError, RecursionError):
@@ -347,17 +347,17 @@ def _parsed(line: str) -> Any:
 
 @dataclass(frozen=True)
 class _ClockFit:
-    """How far the clock of a rank is ahead of the reference."""
+    """Offset of the clock of a rank from the reference."""
 
     times_ns: Sequence[float]
-    """On the rank's clock, where the offset is known."""
+    """Times on the rank's clock at which the offset is known."""
     offsets_ns: Sequence[float]
-    """The offset there; linear between, constant before and after."""
+    """Offsets at these times; linear in between, constant before and after."""
     error_ns: float
-    """The largest possible error of the best offset; infinite where none is known."""
+    """Largest possible error of the best offset; infinite if no offset is known."""
 
     def offset_at(self, time_ns: float) -> float:
-        """Return what to subtract from `time_ns` of this rank."""
+        """Return the offset to subtract from `time_ns` of this rank."""
         if not self.times_ns:
             return 0.0
         after = bisect.bisect_left(self.times_ns, time_ns)
@@ -371,7 +371,7 @@ class _ClockFit:
 
 
 def _fit_clocks(parts: Sequence[Part]) -> dict[int, _ClockFit]:
-    """Return the offset of each rank's clock from that of the first one."""
+    """Return the offset of each rank's clock from the clock of the first rank."""
     reference = parts[0]
     meetings = _meetings(reference)
     return {
@@ -393,10 +393,10 @@ def _meetings(part: Part) -> dict[tuple[str, int], _Meeting]:
 def fit_clock(
     reference: Mapping[Any, _Meeting], own: Mapping[Any, _Meeting], is_same: bool
 ) -> _ClockFit:
-    """Return the offset of a rank's clock from that of the reference rank, by collective."""
+    """Return the offset of a rank's clock from the reference rank's, from their collectives."""
     common = sorted((own[key], reference[key]) for key in own.keys() & reference.keys())
     windows = [_fit_window(window) for window in _windows(common)]
-    # Ranks of one node read one clock, unless the collectives prove otherwise.
+    # Ranks of one node share a clock, unless the collectives prove otherwise.
     if is_same and all(low <= 0 <= high for _, _, low, high in windows):
         return _ClockFit((), (), 0.0)
     if not windows:
@@ -410,7 +410,7 @@ def fit_clock(
 def _windows(
     common: Sequence[tuple[_Meeting, _Meeting]],
 ) -> list[list[tuple[_Meeting, _Meeting]]]:
-    """Return the meetings in spans of time so short that the clocks hardly drift."""
+    """Return the collectives in windows that are so short that the clocks hardly drift."""
     if not common:
         return []
     began_ns, ended_ns = common[0][0][0], common[-1][0][0]
@@ -424,13 +424,13 @@ def _windows(
 def _fit_window(
     window: Sequence[tuple[_Meeting, _Meeting]],
 ) -> tuple[float, float, float, float]:
-    """Return time, offset, and the bounds between which the offset must lie."""
-    # Nobody learns of an agreement before the last rank has come. So on one clock each rank comes
-    # before any other has agreed, which bounds the offset from both sides.
+    """Return time, offset, and the lower and upper bound of the offset."""
+    # No rank learns of an agreement before the last rank has arrived. So on a common clock each
+    # rank arrives before any other has agreed, which bounds the offset from both sides.
     low = max(own_began - agreed for (own_began, _), (_, agreed) in window)
     high = min(own_agreed - began for (_, own_agreed), (began, _) in window)
-    # All learn of the agreement at about the same time: the bounds alone would be lopsided
-    # where one rank is always late.
+    # All ranks learn of the agreement at about the same time, so take the median difference. The
+    # middle of the bounds would be biased if one rank is always late.
     likely = statistics.median(own_agreed - agreed for (_, own_agreed), (_, agreed) in window)
     offset = min(max(likely, low), high) if low <= high else (low + high) / 2
     time_ns = statistics.fmean(own_agreed for (_, own_agreed), _ in window)
@@ -442,17 +442,17 @@ _PATIENCE_S = 3.0
 
 
 def start(path: str, rank: int, size: int) -> None:
-    """Record spans from now on, for the timeline `path`; does nothing the second time."""
+    """Record spans for the timeline `path` from now on. A second call does nothing."""
     if spans.active() is not None:
         return
-    # The program may change its folder.
+    # Make the path absolute, because the program may change its working folder.
     target = Path(path).absolute()
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         if rank == 0:
-            # If this job is killed, the timeline of an older one must not pass for its own.
+            # If this job is killed, the timeline of an older job must not be mistaken for its own.
             target.unlink(missing_ok=True)
-        # Each rank writes its own file: a shared one would need a message for each span, or a lock.
+        # Each rank writes its own file. A shared one would need a message per span, or a lock.
         recorder = spans.Recorder(str(Part.path_of(target, rank)), Part.new_header(rank, size))
     except OSError as error:
         raise OSError(
@@ -467,7 +467,7 @@ def start(path: str, rank: int, size: int) -> None:
 
 
 class _Session:
-    """The part of this rank, and on rank 0 the timeline itself."""
+    """Part of this rank, and on rank 0 also the merged timeline."""
 
     def __init__(self, target: Path, rank: int, size: int, recorder: spans.Recorder) -> None:
         self._target = target
@@ -491,7 +491,7 @@ class _Session:
         try:
             parts = self._parts()
             Trace(parts).write(self._target)
-            # Only now: until the timeline is complete, the parts are all there is.
+            # Remove the parts only now: before this, nothing else has their spans.
             for part in parts:
                 part.path.unlink(missing_ok=True)
         except (OSError, ValueError) as error:

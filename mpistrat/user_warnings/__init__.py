@@ -1,7 +1,7 @@
-"""Warnings about slips in the program of a user, each given once per place.
+"""Warnings about mistakes in the user's program, which appear once per place.
 
-They are about parts of batches without an example, whose mean is NaN, and about batches that `run`
-gives whole to every replica. Looking for either costs nothing unless there is one.
+One is about a replica whose part of a batch has no example, so that a mean is NaN. The other is
+about a batch that `run` passes whole to every replica. The checks cost nothing in other cases.
 """
 
 from __future__ import annotations
@@ -19,32 +19,33 @@ from mpistrat.errors import ScopeWarning
 from mpistrat.system.callsite import call_site, users_place, users_stacklevel
 
 _given: set[tuple[str, CodeType | None, int]] = set()
-"""The messages that were given, each with the user's instruction that it is about."""
+"""Messages that were shown, each with the instruction of the user's code that caused it."""
 
 
 def warn_once(message: str, category: type[ScopeWarning] = ScopeWarning, key: str = "") -> None:
-    """Warn at the user's line that called this package, the first time that it gets there.
+    """Warn once at the line of the user's code that called this package.
 
-    Messages that differ from time to time are one if they have the same `key`.
+    Messages with the same `key` count as one, even if they differ.
     """
-    # Not left to the filters of `warnings`: under "always" a training loop would warn at each step.
+    # The filters of `warnings` are not enough: under "always" a training loop would warn at each
+    # step.
     place = users_place(sys._getframe(1))
     given = (key or message, *(place or (None, 0)))
     if given in _given:
         return
-    # The line stands in the text too, as the filename of a warning may be a file of this package
-    # where the program's line is on another thread.
+    # Put the line into the text too: if the user's line is on a different thread, the filename of
+    # the warning may be a file of this package.
     warnings.warn(f"{call_site()}: {message}", category, stacklevel=users_stacklevel())
-    _given.add(given)  # not where the warning has become an error
+    _given.add(given)  # not reached if a filter turns the warning into an error
 
 
 empty_parts: dict[int, str] = {}
-"""The replicas of this process with an empty part of the batch that was handed out last: the place
-and the batch, as messages call them, by replica."""
+"""For each replica of this process whose part of the latest batch is empty: the place and the
+batch, as text for messages."""
 
 
 def note_part(replica: int, batch: str | None) -> None:
-    """Record that `replica` has got its part of a batch; `batch` names the batch if it is empty."""
+    """Record that `replica` got its part of a batch; `batch` names the batch if that is empty."""
     if batch is not None:
         empty_parts[replica] = batch
     elif empty_parts:
@@ -52,7 +53,7 @@ def note_part(replica: int, batch: str | None) -> None:
 
 
 def warn_of_nan(replica: int, named: Iterable[tuple[str, Any]]) -> None:
-    """Warn once if `replica` has an empty part, and one of the `named` arrays holds a NaN."""
+    """Warn once if `replica` has an empty part and one of the `named` arrays contains a NaN."""
     batch = empty_parts.get(replica)
     if batch is None:
         return
@@ -75,15 +76,15 @@ def _has_nan(value: Any) -> bool:
     # PyTorch's dtypes have no kind.
     if getattr(dtype, "kind", "f") in "biuSUOMm" or getattr(dtype, "names", None):
         return False
-    return bool((value != value).any())  # bfloat16 too, which isnan may not know
+    return bool((value != value).any())  # isnan may not support bfloat16
 
 
 latest_batch: list[weakref.ref[Any]] = []
-"""The arrays of the batch that the program got last; no batch is kept alive."""
+"""Arrays of the latest batch. The weak references do not keep the batch alive."""
 
 
 def note_batch(batch: Any) -> None:
-    """Record a batch that a program takes from a dataset that was not distributed."""
+    """Record a batch that the program takes from a dataset that was not distributed."""
     latest_batch.clear()
     for leaf in nests.flatten(batch)[0]:
         with contextlib.suppress(TypeError):  # numbers have no weak references
@@ -91,8 +92,8 @@ def note_batch(batch: Any) -> None:
 
 
 def warn_if_whole(arguments: Any) -> None:
-    """Warn once if `arguments` of `run` contain an array of the batch that was noted last."""
-    # Only arrays that still exist: a new object may have the id of one that was freed.
+    """Warn once if the `arguments` of `run` contain an array of the latest batch."""
+    # Compare only arrays that still exist: a new object may have the id of a freed one.
     whole = {id(array) for each in latest_batch if (array := each()) is not None}
     if whole and any(id(leaf) in whole for leaf in nests.flatten(arguments)[0]):
         warn_once(

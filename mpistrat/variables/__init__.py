@@ -1,4 +1,4 @@
-"""Variables: mirrored, SyncOnRead, and plain ones outside every strategy."""
+"""Variables: mirrored, SyncOnRead, and plain variables outside every strategy."""
 
 from mpistrat.variables.drift import check_replicas_agree, variables_to_compare
 from mpistrat.variables.kinds import MirroredVariable, SyncOnReadVariable, WrittenTogether

@@ -21,7 +21,7 @@ from mpistrat.variables.sharded import ShardedVariable
 from mpistrat.variables.variable import Variable
 
 _MAX_GROUPS = 16
-"""Lines of a message, however many ranks there are."""
+"""Largest number of lines in a message, however many ranks there are."""
 
 
 def variables_to_compare(kind: str, objects: Any) -> dict[str, Variable]:
@@ -29,7 +29,7 @@ def variables_to_compare(kind: str, objects: Any) -> dict[str, Variable]:
     everything = list(_variables_in(kind, "", objects))
     found: dict[str, Variable] = {}
     known: set[int] = set()
-    # Ranks may have filled a dict in different orders.
+    # Sorted, because ranks may have filled a dict in different orders.
     for path, variable in sorted(everything, key=lambda pair: pair[0]):
         if id(variable) not in known:
             known.add(id(variable))
@@ -74,12 +74,12 @@ def _variables_in(
 
 
 def check_replicas_agree(call: CollectiveCall, variables: dict[str, Variable]) -> None:
-    """Make sure that every replica holds the same bytes. **Collective**."""
-    # One per rank is enough: replicas of a rank share the memory of a mirrored variable.
+    """Check that every replica holds the same bytes. **Collective**."""
+    # One component per rank is enough: replicas of a rank share the memory of a mirrored variable.
     components = [each.values[0] for each in variables.values()]
     digests = np.array([digest_of(each) for each in components], np.uint64)
-    # The ranks of a replica hold different parts of a split variable, so each shard has a column;
-    # zeros change no maximum.
+    # The ranks of a replica hold different parts of a split variable, so each shard has its own
+    # column. The others are zeros, which do not change a maximum.
     layout = call.layout
     pairs = np.zeros((2, len(variables), layout.ranks_per_replica), np.uint64)
     for number, variable in enumerate(variables.values()):
@@ -94,7 +94,7 @@ def check_replicas_agree(call: CollectiveCall, variables: dict[str, Variable]) -
         ranks: Sequence[int] = range(layout.num_ranks)
         if variables[path].split_axis is not None:
             ranks = layout.ranks_of_shard(int(differs[first].argmax()))
-        # `differs` is equal on all ranks, so all of them raise, and all make the gather in
+        # `differs` is equal on all ranks, so all of them raise, and all take part in the gather in
         # `_drift`.
         raise _drift(call, path, variables[path], digests[first], ranks, len(differing))
 
@@ -122,7 +122,7 @@ def _drift(
     ranks: Sequence[int],
     num_differing: int,
 ) -> ReplicaDriftError:
-    """Return the error that says which of `ranks` hold the same. **Collective**."""
+    """Return the error that says which of `ranks` hold equal values. **Collective**."""
     (digests,) = AllGather(0).forward(call, [np.array([digest])])
     lines = lines_of_groups({rank: digests.tolist()[rank] for rank in ranks})
     place = f" at {path!r}" if path not in ("", variable.name) else ""
@@ -137,7 +137,7 @@ def _drift(
 
 
 def lines_of_groups(digests: Mapping[int, object]) -> list[str]:
-    """Return which ranks hold one value, and which others, from the digest of each rank."""
+    """Return lines that say which ranks have equal digests, from the digest of each rank."""
     groups = ranks_by_value(digests.items())
     largest_first = sorted(groups.values(), key=len, reverse=True)
     lines = [f"  {rank_list(ranks)}: another value" for ranks in largest_first[:_MAX_GROUPS]]

@@ -1,6 +1,6 @@
-"""Initial values of variables, and default names: what a variable begins with.
+"""Initial values and default names of variables.
 
-A value is evaluated, or called for its rows on each rank that holds some.
+An initial value is evaluated as a whole, or each rank calls it for the rows that the rank holds.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _DEFAULT = re.compile(r"Variable(_\d+)?")
 
 
 class _Names:
-    """The names that look like default ones and are taken, of one strategy."""
+    """The names of one strategy that look like default names and are in use."""
 
     def __init__(self) -> None:
         self._taken: set[str] = set()
         self._next = 0
-        """The number of the next default name, if that is free."""
+        """Number of the next default name, if that is free."""
 
     def next_default(self) -> str:
-        """Return the next default name that is free, which is taken then."""
+        """Return the next free default name, and mark it as used."""
         while True:
             name = f"Variable_{self._next}" if self._next else "Variable"
             self._next += 1
@@ -42,24 +42,24 @@ class _Names:
                 return name
 
     def take(self, name: str) -> None:
-        """Have no variable get `name` by default."""
+        """Mark `name` as used, so that no variable gets it by default."""
         if _DEFAULT.fullmatch(name) and name not in self._taken:
             self._taken.add(name)
             units.on_undo(functools.partial(self._give_back, name))
 
     def _give_back(self, name: str) -> None:
         self._taken.discard(name)
-        self._next = 0  # the first that is free is that of all ranks, however far each has come
+        self._next = 0  # the first free name is the same on all ranks, however far each has come
 
 
 _of_strategies: weakref.WeakKeyDictionary[Any, _Names] = weakref.WeakKeyDictionary()
 _of_plain = _Names()
-"""For plain variables, which belong to no strategy."""
+"""Names of plain variables, which belong to no strategy."""
 
 
 def names_of(strategy: Any) -> _Names:
-    """Return the names of the variables of `strategy`, of plain ones for ``None``."""
-    # Variables of a strategy are made by all ranks in the same order, so all find the same.
+    """Return the names of the variables of `strategy`; for ``None`` those of plain variables."""
+    # All ranks create the variables of a strategy in the same order, so all find the same names.
     return _of_plain if strategy is None else _of_strategies.setdefault(strategy, _Names())
 
 
@@ -67,10 +67,11 @@ _KEYWORDS = ("partition_shape", "partition_offset")
 
 
 class InitialValue:
-    """What a variable begins with. Errors are kept, for the collective that makes the variable.
+    """The initial value of a variable. It keeps errors for the collective call that creates it.
 
-    A function is called outside of that collective, as it may make others. One that takes the
-    keywords `partition_shape` and `partition_offset` is called for a part, where `shape` is given.
+    A function is called outside that collective, because it may call others. If `shape` is given
+    and the function takes the keywords `partition_shape` and `partition_offset`, it is called for a
+    part.
     """
 
     def __init__(
@@ -86,21 +87,21 @@ class InitialValue:
         self._dtype = dtype
         self._split_axis = split_axis
         self.shape: tuple[int, ...] | None = None
-        """What the program says, or the value."""
+        """Shape that the program passed, or the shape of the value."""
         self.num_parts = 1
-        """What the partitioner wants."""
+        """Number of parts that the partitioner wants."""
         self.is_always_cut = False
-        """Whether the variable is a sharded one also where it has one part."""
+        """Whether the variable is sharded even if it has only one part."""
         self._is_decided = False
-        """Whether there is nothing to ask a partitioner."""
+        """Whether the number of parts is fixed, so that no partitioner is asked."""
         self.is_zero = False
-        """Whether fresh memory has it already."""
+        """Whether the value is zero, which fresh memory already is."""
         self.is_replicated = False
-        """Whether each rank needs it in memory of its own, whatever the strategy."""
+        """Whether each rank needs the value in its own memory, whatever the strategy."""
         self.is_flat = False
-        """Whether the ranks divide its elements, whatever the shape."""
+        """Whether the ranks divide the elements, whatever the shape."""
         self.placement: Any = None
-        """The class of the placement that the strategy has chosen."""
+        """Class of the placement that the strategy has chosen."""
         try:
             if shape is not None:
                 self.shape = tuple(as_integer("shape", each, 0) for each in shape)
@@ -113,8 +114,8 @@ class InitialValue:
             else:
                 value = given() if callable(given) else given
                 self._value = value.value() if hasattr(value, "read_value") else value
-        # Kept and not raised: on one rank only, it would leave the others waiting in the call that
-        # creates the variable.
+        # Kept and not raised: raising on only one rank would leave the others waiting in the call
+        # that creates the variable.
         except Exception as error:
             self._error = error
 
@@ -126,7 +127,7 @@ class InitialValue:
         num_parts: int,
         split_axis: int | None = None,
     ) -> InitialValue:
-        """Return zeros, in parts like another variable."""
+        """Return zeros, divided into parts like an existing variable."""
 
         def zeros(partition_shape: Sequence[int], partition_offset: Sequence[int]) -> np.ndarray:
             return np.zeros(partition_shape, dtype)
@@ -137,13 +138,13 @@ class InitialValue:
 
     @classmethod
     def replicated(cls, given: Any) -> InitialValue:
-        """Return the value of a counter, which all ranks change alike without a message."""
+        """Return the value of a counter, which all ranks change equally without a message."""
         made = cls(given, None, None)
         made.is_replicated = True
         return made
 
     def is_cut_by(self, partitioner: Callable[..., Any] | None) -> bool:
-        """Return whether the variable is to be in parts, as `partitioner` says."""
+        """Return whether `partitioner` wants the variable in several parts."""
         if self._error is not None or self._is_decided or partitioner is None or self.is_split:
             return self.num_parts > 1 or self.is_always_cut
         try:
@@ -159,18 +160,18 @@ class InitialValue:
         return self.num_parts > 1 or self.is_always_cut
 
     def _known_shape(self) -> tuple[int, ...]:
-        """Return the shape of the whole."""
+        """Return the shape of the whole variable."""
         if self._part is not None and self.shape is not None:
             return self.shape
         return tuple(np.shape(_detached(self._value)))
 
     @property
     def is_split(self) -> bool:
-        """Whether each rank of a replica is to hold a part."""
+        """Whether each rank of a replica will hold a part."""
         return self._split_axis is not None
 
     def split_axis(self, name: str) -> int | None:
-        """Return the axis that it is split along, ``None`` where it is not."""
+        """Return the axis along which it is split, ``None`` if it is not."""
         if self._split_axis is None:
             return None
         self.check()
@@ -189,17 +190,17 @@ class InitialValue:
 
     @property
     def dtype(self) -> np.dtype:
-        """What the program says."""
+        """Dtype that the program passed."""
         dtype: np.dtype = np.dtype(self._dtype).newbyteorder("=")
         return dtype
 
     @property
     def is_made_in_parts(self) -> bool:
-        """Whether each rank makes its own rows."""
+        """Whether each rank creates its own rows."""
         return self._part is not None
 
     def whole(self, name: str) -> np.ndarray:
-        """Return all of it as a host array, or raise why there is none."""
+        """Return the whole value as a host array, or raise the error that prevents it."""
         self.check()
         value = self._value
         if self._part is not None and self.shape is not None:
@@ -209,13 +210,13 @@ class InitialValue:
         return array
 
     def rows(self, name: str, rows: range) -> np.ndarray:
-        """Return these rows of what is made in parts; there is at least one."""
+        """Return one or more rows of a value that is created in parts."""
         assert self.shape is not None
         shape = (len(rows), *self.shape[1:])
         return self.part(name, shape, (rows.start, *[0] * (len(shape) - 1)))
 
     def part(self, name: str, shape: tuple[int, ...], offset: tuple[int, ...]) -> np.ndarray:
-        """Return a part, which is not empty, of what is made in parts."""
+        """Return a non-empty part of a value that is created in parts."""
         assert self._part is not None
         part = self._part(partition_shape=shape, partition_offset=offset)
         array = numeric(name, part, self._dtype)
@@ -223,7 +224,7 @@ class InitialValue:
         return array
 
     def check(self) -> None:
-        """Raise what has gone wrong."""
+        """Raise the error that was kept, if any."""
         if self._error is not None:
             raise self._error
 
@@ -251,7 +252,7 @@ def _check_shape(name: str, array: np.ndarray, expected: tuple[int, ...] | None)
 
 
 def _checked(counts: Any, shape: tuple[int, ...]) -> int:
-    """Return how many parts along axis 0 the answer of a partitioner means."""
+    """Return the number of parts along axis 0 in the answer of a partitioner."""
     fits = isinstance(counts, Sequence) and len(counts) == len(shape)
     if not fits or any(as_integer("a count of the partitioner", each) < 1 for each in counts):
         raise ValueError(

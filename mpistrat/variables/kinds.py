@@ -20,7 +20,7 @@ from mpistrat.variables.writes import ASSIGN, DenseWrite, Write
 
 
 def warn_of_nan(variable: Variable, write: Write, checked: Any) -> None:
-    """Warn if the replica that runs writes a NaN because its part of a batch is empty."""
+    """Warn if the running replica writes a NaN because its part of a batch is empty."""
     if user_warnings.empty_parts:
         named = [(f"{write.how} of {variable.name!r}", each) for each in write.arrays(checked)]
         user_warnings.warn_of_nan(context.layout_of(variable.strategy).replica_id, named)
@@ -29,8 +29,8 @@ def warn_of_nan(variable: Variable, write: Write, checked: Any) -> None:
 class WrittenTogether(Variable):
     """A variable with one value, which all replicas write together.
 
-    In replica context the values of the replicas are merged by `aggregation` first. In
-    cross-replica context all ranks give the same value. In update context each rank writes
+    In replica context the values of the replicas are first merged by `aggregation`. In
+    cross-replica context all ranks pass the same value. In update context each rank writes
     its own component.
     """
 
@@ -53,7 +53,7 @@ class WrittenTogether(Variable):
             self._write_locally(write, value)
 
     def _apply(self, write: Write, own: Any) -> None:
-        """Do the `write` of this rank's share of a value, wherever others read it."""
+        """Write this rank's part of a value, and wait if other ranks read it."""
         placement = self._placement
         write.apply(placement.own_storage(self._storage), own)
         placement.settle(self._name)
@@ -67,19 +67,18 @@ class WrittenTogether(Variable):
                     "strategy.run? Write inside of it, or reduce the value first."
                 )
             checked = write.checked(self._target, value)
-            # Copied before the ranks agree: afterwards another rank may write to memory that
+            # Copied before the ranks agree: afterwards a different rank may write to memory that
             # `value` is a view of.
             own = self._placement.apart(self._placement.own(checked), self._storage)
-            # All of the value, though this rank may write only a part: owners of different rows
-            # could not compare their parts.
+            # The ranks compare the whole value, although this rank may write only a part: owners of
+            # different rows could not compare their parts.
             call.include_values(map(host_view, write.arrays(checked)))
             call.agree("one value", write.signature(checked))
         return own
 
     def _merged(self, write: Write, value: Any) -> Any:
         with context.replicas_of(self.strategy).call(f"Variable.{write.how}", self.name) as call:
-            # Raised inside of the call, so that it is the error of all ranks, and none waits for
-            # another.
+            # Raised inside the call, so that all ranks raise and none is left waiting.
             if self.aggregation is VariableAggregation.NONE:
                 raise ValueError(
                     f"{write.how} of the {self._adjective} variable {self.name!r} in replica "
@@ -94,23 +93,23 @@ class WrittenTogether(Variable):
 
 
 class MirroredVariable(WrittenTogether):
-    """A variable that each replica reads alone, and whose every write reaches every replica."""
+    """A variable that each replica reads locally. Every write reaches every replica."""
 
 
 _READ = "read of SyncOnRead variable"
 _SAVE = "save of SyncOnRead variable"
 _BYTES_REDUCED_AT_ONCE = 2**22
-"""So that a save needs little memory in addition to the result, whatever way the values take."""
+"""Limits the memory that a save needs in addition to the result."""
 
 
 class SyncOnReadVariable(Variable):
-    """A variable that each replica reads and writes alone.
+    """A variable that each replica reads and writes locally.
 
     A read in cross-replica context aggregates the components over replicas.
     """
 
     _components: Sequence[Array]
-    """Those of the replicas of this rank, in their order."""
+    """Components of the replicas of this rank, in the order of the replicas."""
 
     def _keep(self, storage: Array) -> None:
         others = [storage.copy() for _ in self._replica_ids[1:]]
@@ -118,14 +117,14 @@ class SyncOnReadVariable(Variable):
         self.strategy.extended._note_variable(self)
 
     def _keep_components(self, components: Sequence[Array]) -> None:
-        """Have `components` as those of the replicas that this rank has now."""
+        """Store `components` as the components of this rank's current replicas."""
         self._components, self._storage = components, components[0]
         for each in components:
             register_storage(each, self)
 
     @property
     def _component(self) -> Array:
-        """The component of the replica that runs; outside of all, that of the first one here."""
+        """Component of the running replica; outside `run`, of this rank's first replica."""
         if len(self._components) == 1:
             return self._storage
         own: Array = context.replica_set_of(self.strategy).own(self._components)
@@ -133,7 +132,7 @@ class SyncOnReadVariable(Variable):
 
     @property
     def values(self) -> tuple[Array, ...]:
-        """The components on this rank, in order of the replicas. Local."""
+        """Components on this rank, in the order of the replicas. Local."""
         return tuple(
             map(read_only, context.replica_set_of(self.strategy).running(self._components))
         )
@@ -142,6 +141,11 @@ class SyncOnReadVariable(Variable):
         """Return the local component, or the aggregated value in cross-replica context.
 
         **Collective** in cross-replica context, else **Local**.
+
+        Returns
+        -------
+        array
+            A read-only view of the local component, or a new array with the aggregate.
 
         Raises
         ------
@@ -181,7 +185,7 @@ class SyncOnReadVariable(Variable):
         write.apply(self._component, checked)
 
     def _write_of_all(self, write: Write, value: Any) -> None:
-        """Write this replica's share of one value that all ranks give. **Collective**."""
+        """Write this replica's share of the value that all ranks pass. **Collective**."""
         with self._collectives_of_writes.call(f"Variable.{write.how}", self.name) as call:
             self._check_is_dense(write)
             if isinstance(value, PerReplica):
@@ -197,10 +201,11 @@ class SyncOnReadVariable(Variable):
                 )
             checked = write.checked(self._target, value)
             share = self._share(checked)
-            # The value before it is divided: shares of integers differ from replica to replica.
+            # Compares the value before the division, because shares of integers differ between
+            # replicas.
             call.include_values(map(host_view, write.arrays(checked)))
             call.agree("one value", write.signature(share))
-        # Only now that all agree. A write that is refused must change nothing.
+        # Only after all agree, because a write that raises must change nothing.
         write.apply(self._component, share)
 
     def _on_replicas(self, function: Callable[[], Any]) -> Any:
@@ -214,21 +219,21 @@ class SyncOnReadVariable(Variable):
             )
 
     def _share(self, array: Array) -> Array:
-        """Return this replica's component of the one value `array`."""
+        """Return this replica's component of the common value `array`."""
         if self.aggregation is not VariableAggregation.SUM:
             return array
         layout = self._ranks.layout
         size, replica_id = layout.num_replicas, layout.replica_id
         if self.dtype.kind == "b":
             raise ValueError(f"The bool variable {self.name!r} cannot be divided under SUM.")
-        # Floats are rounded, so N shares may differ from the value in the last bits.
+        # Floats are rounded, so the sum of the shares may differ from the value in the last bits.
         if self.dtype.kind not in "iu":
             quotient: Array = array / self.dtype.type(size)
             return quotient
         # The number of replicas may not fit into a small dtype, but the shares do.
         wide = array.astype("i8" if self.dtype.kind == "i" else "u8")
         replicas = wide.dtype.type(size)
-        # The first replicas hold one more, so that the sum is exact.
+        # The first replicas get one more, so that the sum is exact.
         share: Array = wide // replicas + (replica_id < wide % replicas)
         return share.astype(self.dtype)
 
@@ -255,16 +260,15 @@ class SyncOnReadVariable(Variable):
     def _aggregated(self) -> Array | None:
         ranks = self._ranks
         is_split = self._split_axis is not None
-        # Of a split variable each rank of the first replica saves its part. Of others rank 0 saves
-        # all.
+        # For a split variable, each rank of the first replica saves its part. For others, rank 0
+        # saves everything.
         is_wanted = (ranks.layout.replica_id if is_split else ranks.rank) == 0
         is_first = self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA
         value = self._component if is_wanted else None
         with self._replicas.call(_SAVE, self.name) as call:
             self._check_can_aggregate("checkpoint")
             if is_wanted and not is_first:
-                # Allocated before the ranks agree, so that missing memory is an error on all of
-                # them.
+                # Allocated before the ranks agree, so that all ranks raise if memory is missing.
                 value = namespace_of(self._storage).empty_like(self._storage)
             call.agree(str(self.dtype), self.shape)
         if not is_first:
@@ -272,7 +276,7 @@ class SyncOnReadVariable(Variable):
         return value
 
     def _reduce_to(self, value: Array | None) -> None:
-        """Write the components' aggregate to `value`, where it is there. **Collective**."""
+        """Write the components' aggregate to `value` unless it is ``None``. **Collective**."""
         begin = 0
         for piece in pieces(self._component, _BYTES_REDUCED_AT_ONCE):
             with self._replicas.call(_SAVE, self.name) as call:
@@ -282,7 +286,7 @@ class SyncOnReadVariable(Variable):
             begin += piece.size
 
     def _load_value(self, array: np.ndarray) -> None:
-        """Set the component of each replica here: value / N under SUM, else the value."""
+        """Set the component of each replica of this rank: value / N under SUM, else the value."""
         load = super()._load_value
         self._in_unit("restore", lambda: self._on_replicas(lambda: load(array)), writes=True)
 
@@ -304,9 +308,9 @@ class SyncOnReadVariable(Variable):
 
 
 def saves_components(variable: Variable) -> TypeGuard[SyncOnReadVariable]:
-    """Return whether files have the components of all replicas, next to the aggregate."""
+    """Return whether files contain the components of all replicas, besides the aggregate."""
     # Only with num_replicas=, which promises the same bits after a resume. An equal share of the
-    # aggregate is not what a replica held before.
+    # aggregate would differ from the old component.
     return isinstance(variable, SyncOnReadVariable) and bool(variable._ranks.arithmetic)
 
 
@@ -325,7 +329,7 @@ def components_for_root(variable: SyncOnReadVariable) -> np.ndarray | None:
 
 
 def load_components(variable: SyncOnReadVariable, components: Mapping[int, np.ndarray]) -> None:
-    """Set the components from those of at least this rank's replicas. **Local**."""
+    """Set the components from a mapping that contains all replicas of this rank. **Local**."""
     ids, device = variable._replica_ids, variable._target.device
 
     def load() -> None:

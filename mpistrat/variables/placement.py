@@ -1,7 +1,7 @@
 """Placements: which elements of a variable each rank stores, updates and saves.
 
-A variable is a name, a placement and a synchronization. Writes, checkpoints and optimizers ask the
-placement for what is this rank's, and need not know which one it is.
+A variable has a name, a placement and a synchronization. Writes, checkpoints and optimizers ask the
+placement for this rank's elements, and need not know which kind of placement it is.
 """
 
 from __future__ import annotations
@@ -34,51 +34,51 @@ from mpistrat.variables.slice_writes import SliceWrite
 from mpistrat.variables.writes import Target, Write
 
 BYTES_PER_PIECE = 2**22
-"""Of what comes to rank 0 at once."""
+"""Number of bytes that rank 0 receives at a time."""
 
 Made: TypeAlias = "tuple[Whole, np.ndarray, tuple[int, ...]]"
-"""A placement, this rank's initial elements, and the shape that values of the variable have."""
+"""A placement, this rank's initial elements, and the shape of the variable's values."""
 
 
 class Making(NamedTuple):
-    """What a placement needs to know of the variable that is being made."""
+    """The properties of a new variable that its placement needs to know."""
 
     name: str
     strategy: context.Strategy
     split_axis: int | None
     modes: Callable[[np.dtype], tuple[object, ...]]
-    """Returns what the ranks must agree on besides shape and dtype."""
+    """Function that returns the properties, besides shape and dtype, that must be equal."""
 
 
 class Whole:
     """Every rank stores and updates all elements. Base of the other placements."""
 
     is_here = True
-    """Whether this process has the memory, and not another one that it asks by messages."""
+    """Whether this process has the memory; otherwise a different process has it."""
     is_in_parts = False
     """Whether no rank stores all elements, so that a save collects them piece by piece."""
     is_divided = False
     """Whether all ranks of the strategy divide the elements among them."""
     ranges: tuple[range, ...] | None = None
-    """Which elements of the flat value each rank updates, where these need not be whole rows."""
+    """Elements of the flat value that each rank updates, if these need not be whole rows."""
     stage: list[np.ndarray] | None = None
-    """The gradient buffers of all ranks, flat, where they are in memory that all ranks share."""
+    """Flat gradient buffers of all ranks, if they are in memory that all ranks share."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.shape = shape
-        """Of the whole."""
+        """Shape of the whole variable."""
 
     @classmethod
     def make(cls, call: CollectiveCall, initial: InitialValue, by: Making) -> Made:
         """Place a new variable. **Collective**."""
         value = initial.whole(by.name)
-        # Every rank evaluates its initial value, so that shape and dtype can be compared. All keep
-        # rank 0's, because a function that draws random numbers returns a different value on each
-        # rank.
+        # Every rank evaluates its initial value, so that shape and dtype can be compared. But all
+        # use rank 0's value, because a function that draws random numbers returns a different value
+        # on each rank.
         return cls(value.shape), broadcast(call, value, by.modes(value.dtype)), value.shape
 
     def device(self, of_replica: Device) -> Device:
-        """Return where the memory is to lie, for a replica on this device."""
+        """Return the device of the memory, for a replica on the device `of_replica`."""
         return of_replica
 
     def task(self, rank: int) -> int:
@@ -86,12 +86,12 @@ class Whole:
         return rank
 
     def memory(self, storage: Array) -> Array:
-        """Return `storage`, or raise where it is there no longer."""
+        """Return `storage`, or raise if it no longer exists."""
         return storage
 
     def view(self, storage: Array) -> Array:
-        """Return what the replica reads: a read-only view."""
-        view: Array = storage.view()  # as `read_only`, without a call: programs read often
+        """Return the read-only view that the replica reads."""
+        view: Array = storage.view()  # `read_only` inlined, because programs read often
         if type(view) is np.ndarray:
             view.setflags(write=False)
         return view
@@ -101,7 +101,7 @@ class Whole:
         return storage
 
     def own(self, value: Any) -> Any:
-        """Return what of a checked `value` of the whole, or of slices, this rank updates."""
+        """Return this rank's part of a checked `value` of the whole, or of slices."""
         return value
 
     def apart(self, value: Any, storage: Array) -> Any:
@@ -109,17 +109,17 @@ class Whole:
         return value
 
     def merge(self, call: CollectiveCall, write: Write, target: Target, value: Any) -> Any:
-        """Return what of the replicas' merged values this rank updates. **Collective**."""
+        """Merge the replicas' values, and return this rank's part. **Collective**."""
         return self.own(write.merged(call, target, value))
 
     def settle(self, name: str) -> None:
-        """Wait, where other ranks read what this one has updated. **Collective** there."""
+        """Wait if other ranks read the elements that this one has updated. **Collective** then."""
 
     def note_written(self) -> None:
-        """Forget copies of what the memory held before."""
+        """Drop copies of the old contents of the memory."""
 
     def lose_copies(self) -> None:
-        """Forget buffers and copies, when the strategy is closed."""
+        """Drop buffers and copies, when the strategy is closed."""
 
     @property
     def box(self) -> Box | None:
@@ -128,29 +128,29 @@ class Whole:
 
     @property
     def saves_own(self) -> bool:
-        """Whether it is this rank that saves its box, and not one that stores the same."""
+        """Whether this rank saves its box, and not a different rank with the same elements."""
         return True
 
     @property
     def num_holders(self) -> int:
-        """How many ranks save the whole together."""
+        """Number of ranks that save the whole together."""
         return 1
 
     def pieces(
         self, ranks: Collectives, name: str, dtype: np.dtype, storage: Array | None
     ) -> Iterator[np.ndarray | None]:
-        """Yield the elements in their order, some at a time, on rank 0. **Collective**."""
-        raise NotImplementedError  # it is not in parts
+        """Yield the elements in order, some at a time, on rank 0. **Collective**."""
+        raise NotImplementedError  # called only if the variable is in parts
 
     def load(self, storage: Array, start: int, piece: np.ndarray, device: Device) -> None:
-        """Set what this rank stores of a piece of the flat whole, from element `start` on."""
-        # Storage is in C order, so this is a view. In a different order it would be a copy, and the
+        """Set this rank's elements of a piece of the flat whole, which begins at `start`."""
+        # Storage is in C order, so this is a view. Without C order it would be a copy, and the
         # write would be lost.
         flat = storage.reshape(-1)
         flat[start : start + piece.size] = place(piece, device)
 
     def load_all(self, storage: Array, value: Any) -> None:
-        """Set what this rank stores of a checked `value` of the whole."""
+        """Set this rank's elements from a checked `value` of the whole."""
         storage[...] = self.own(value)
 
     def copied(self, name: str, storage: Array) -> tuple[Whole, Array]:
@@ -164,7 +164,7 @@ class Remote(Whole):
     is_here = False
 
     def device(self, of_replica: Device) -> Device:
-        """Return where values come to: the host."""
+        """Return the device on which values are received: the host."""
         return Device("cpu")
 
     def __init__(self, shape: tuple[int, ...], is_in_parts: bool) -> None:
@@ -173,9 +173,9 @@ class Remote(Whole):
 
 
 class Flat(Whole):
-    """Each rank stores and updates some elements of the flat value: a slot that is sharded.
+    """Each rank stores and updates some elements of the flat value, for sharded slots.
 
-    The elements of a scalar or of one long row are divided, too.
+    This also divides a scalar or a single long row.
     """
 
     is_in_parts = is_divided = True
@@ -193,27 +193,27 @@ class Flat(Whole):
         partition = _partition(math.prod(shape), None, call.channel.size)
         _agree_on_parts(call, partition, shape, by.modes(initial.dtype), initial.dtype)
         made = cls(shape, partition, call.channel.rank)
-        # Only for slots, which start at zero on all ranks. So nothing is sent.
+        # Nothing is sent: this is only for slots, which start at zero on all ranks.
         return made, np.zeros(len(made.own_elements), initial.dtype), shape
 
     @property
     def own_rows(self) -> range:
-        """What this rank stores, as the partition counts it: elements, or rows."""
+        """Range that this rank stores, in units of the partition: elements, or rows."""
         return self.partition.ranges[self._rank]
 
     @property
     def own_elements(self) -> range:
-        """Which elements of the flat value this rank updates."""
+        """Elements of the flat value that this rank updates."""
         return self.own_rows
 
     def own(self, value: Any) -> Any:
-        """Return what of a checked `value` of the whole, or of slices, this rank updates."""
+        """Return this rank's part of a checked `value` of the whole, or of slices."""
         own = self.own_elements
         if not isinstance(value, IndexedSlices):
             return value.reshape(-1)[own.start : own.stop]
-        # Slices number rows, but a part may begin inside of a row, so they are expanded to
-        # elements. The result counts from the start of this part, because that is all that this
-        # rank writes to.
+        # Slices have row numbers, but a part may begin inside a row, so they are expanded to
+        # elements. The result counts from the start of this part, because this rank writes only to
+        # its part.
         indices, values = elements_of(value), value.values.reshape(-1)
         mine = (indices >= own.start) & (indices < own.stop)
         return IndexedSlices(taken(values, mine), indices[mine] - own.start)
@@ -226,7 +226,7 @@ class Flat(Whole):
 
     @property
     def num_holders(self) -> int:
-        """How many ranks save the whole together."""
+        """Number of ranks that save the whole together."""
         return self.partition.num_parts
 
     def gather(self, call: CollectiveCall, storage: Array) -> np.ndarray:
@@ -236,7 +236,7 @@ class Flat(Whole):
     def pieces(
         self, ranks: Collectives, name: str, dtype: np.dtype, storage: Array | None
     ) -> Iterator[np.ndarray | None]:
-        """Yield the elements in their order, some at a time, on rank 0. **Collective**."""
+        """Yield the elements in order, some at a time, on rank 0. **Collective**."""
         assert storage is not None
         num_rows = self.partition.num_rows
         size_of_row = max(math.prod(self.shape) // max(num_rows, 1), 1)
@@ -244,17 +244,17 @@ class Flat(Whole):
             with ranks.call("save of sharded variable", name) as call:
                 call.agree(rows.start)
                 piece = collect_rows(call, self.partition, storage, rows)
-            # After the call has ended: the caller may make collectives between two pieces, and
-            # inside of the call they would be refused as an overlap.
+            # Yields after the call has ended: the caller may call collectives between two pieces,
+            # and inside the call these would raise an error for the overlap.
             yield None if piece is None else piece.reshape(-1)
 
     def load(self, storage: Array, start: int, piece: np.ndarray, device: Device) -> None:
-        """Set what this rank stores of a piece of the flat whole, from element `start` on."""
+        """Set this rank's elements of a piece of the flat whole, which begins at `start`."""
         own = self.own_elements
         first, last = max(start, own.start), min(start + piece.size, own.stop)
         if first < last:
-            # In shared memory too a rank writes only the elements that it owns, so no two ranks
-            # write to the same place.
+            # In shared memory, too, a rank writes only its own elements, so that no two ranks write
+            # to the same place.
             flat = self.own_storage(storage).reshape(-1)
             part = place(piece[first - start : last - start], device)
             flat[first - own.start : last - own.start] = part
@@ -278,8 +278,8 @@ class Rows(Flat):
             whole = initial.whole(by.name)
             partition = _partition(whole.shape[0], wanted, size)
             modes = by.modes(whole.dtype)
-            # Before rows move: if the shapes differed, so would the counts, and MPI would fail with
-            # a truncated message or wait forever.
+            # Before rows are sent: different shapes would mean different counts, and MPI would fail
+            # with a truncated message or wait forever.
             _agree_on_parts(call, partition, whole.shape, modes, whole.dtype, wanted)
             own = scatter_rows(call, partition, whole)
             return cls(whole.shape, partition, rank), own, whole.shape
@@ -288,22 +288,22 @@ class Rows(Flat):
         rows = partition.ranges[rank]
         own = np.zeros((0, *shape[1:]), initial.dtype)
         if rows:
-            # Before the ranks agree, so that an error of the program's function reaches all of
-            # them.
+            # Called before the ranks agree, so that all ranks learn of an error in the program's
+            # function.
             own = initial.rows(by.name, rows)
         _agree_on_parts(call, partition, shape, by.modes(own.dtype), own.dtype, wanted)
-        # `copy` brings the rows into C order, whatever the function returned. Writes in place rely
-        # on that.
+        # `copy` makes the rows C-ordered, whatever the function returned. Writes in place rely on
+        # that.
         return cls(shape, partition, rank), own.copy(), shape
 
     @property
     def own_elements(self) -> range:
-        """Which elements of the flat value this rank updates."""
+        """Elements of the flat value that this rank updates."""
         size = math.prod(self.shape[1:])
         return range(self.own_rows.start * size, self.own_rows.stop * size)
 
     def own(self, value: Any) -> Any:
-        """Return what of a checked `value` of the whole, or of slices, this rank updates."""
+        """Return this rank's part of a checked `value` of the whole, or of slices."""
         rows = self.own_rows
         if not isinstance(value, IndexedSlices):
             return value[rows.start : rows.stop]
@@ -312,25 +312,25 @@ class Rows(Flat):
         return IndexedSlices(taken(value.values, mine), value.indices[mine] - rows.start * size)
 
     def _places_in_row(self, slices: IndexedSlices) -> int:
-        """Return how many of the places that checked `slices` number a row has."""
+        """Return how many indices of checked `slices` belong to one row."""
         leading = len(self.shape) - slices.values.ndim + 1
         return math.prod(self.shape[1:leading])
 
     def merge(self, call: CollectiveCall, write: Write, target: Target, value: Any) -> Any:
-        """Return what of the replicas' merged values this rank updates. **Collective**."""
+        """Merge the replicas' values, and return this rank's part. **Collective**."""
         if not isinstance(write, SliceWrite):
             return super().merge(call, write, target, value)
-        # Slices go to the ranks that store their rows alone.
+        # Slices are sent only to the ranks that store their rows.
         given = write.contribution(call, target, value)
         size = self._places_in_row(given)
         row = given.values.shape[1:]
         call.agree(target.aggregation.name, dtype_name(given.values.dtype), row)
-        # Checked slices number the places of all leading axes, and a row of the first axis has
-        # `size` of them, maybe 0.
+        # Checked slices have indices over all leading axes. A row of the first axis has `size` of
+        # them, possibly 0.
         rows = given.indices // max(size, 1)
         indices, values = send_rows(call, self.partition, rows, given.indices, given.values)
-        # They arrive in rank order, so an owner combines duplicates in the same order as every rank
-        # does for a mirrored variable.
+        # They arrive in rank order, so an owner combines duplicates in the same order as all ranks
+        # do for a mirrored variable.
         return self.own(IndexedSlices(place(values, target.device), indices))
 
 
@@ -360,13 +360,13 @@ class NodeMemory(Flat):
         storage = memory.view(dtype).reshape(shape)
         if whole is not None:
             made.own_storage(storage)[...] = scatter_rows(call, made.partition, whole.reshape(-1))
-            # No rank may read before all have written their elements. Zeros need no wait: the
-            # system hands out cleared pages.
+            # No rank may read before all have written their elements. For zeros no wait is needed,
+            # because the pages of the system are already cleared.
             call.agree("with its initial value")
         return made, storage, shape
 
     def device(self, of_replica: Device) -> Device:
-        """Return where the memory is to lie: on the host."""
+        """Return the device of the memory, which is the host."""
         return Device("cpu")
 
     def task(self, rank: int) -> int:
@@ -374,14 +374,14 @@ class NodeMemory(Flat):
         return 0
 
     def memory(self, storage: Array) -> Array:
-        """Return `storage`, or raise once the strategy is closed, which takes it back."""
+        """Return `storage`, or raise if the strategy was closed, which frees it."""
         collectives = context.collectives_of(self._strategy)
         if collectives.is_closed and collectives.channel.closed is not None:
             raise collectives.channel.closed
         return storage
 
     def view(self, storage: Array) -> Array:
-        """Return a read-only view; on a GPU a copy, made once after each write."""
+        """Return a read-only view; on a GPU a copy, which is renewed after each write."""
         memory, device = self.memory(storage), context.collectives_of(self._strategy).device
         if device.kind == "cpu":
             return read_only(memory)
@@ -396,13 +396,13 @@ class NodeMemory(Flat):
         return flat[own.start : own.stop]
 
     def apart(self, value: Any, storage: Array) -> Any:
-        """Return a checked `value`, copied if it is in the memory that the ranks are to write."""
+        """Return a checked `value`, copied if it is in the memory that the ranks will write to."""
         if isinstance(value, IndexedSlices):
             return IndexedSlices(
                 self.apart(value.values, storage), self.apart(value.indices, storage)
             )
-        # As soon as the ranks agree, another rank may overwrite elements that this one has yet to
-        # read. `may_share_memory` compares only bounds, so at worst it costs a copy.
+        # As soon as the ranks agree, a different rank may overwrite elements that this one has yet
+        # to read. `may_share_memory` compares only bounds, so at worst it causes a needless copy.
         is_ours = isinstance(value, np.ndarray) and np.may_share_memory(value, storage)
         return value.copy() if is_ours else value
 
@@ -420,20 +420,20 @@ class NodeMemory(Flat):
         self._on_device = None
 
     def lose_copies(self) -> None:
-        """Forget buffers and copies, when the strategy is closed."""
+        """Drop buffers and copies, when the strategy is closed."""
         self._on_device = self.stage = None
 
     def set_stage(self, memory: Sequence[np.ndarray], dtype: np.dtype) -> None:
-        """Have `memory`, that of each rank, as gradient buffers."""
+        """Use `memory`, one array per rank, as gradient buffers."""
         self.stage = [of_rank.view(dtype) for of_rank in memory]
 
     def load(self, storage: Array, start: int, piece: np.ndarray, device: Device) -> None:
-        """Set this rank's elements of a piece of the flat whole, from element `start` on."""
+        """Set this rank's elements of a piece of the flat whole from element `start`."""
         super().load(storage, start, piece, device)
         self.note_written()
 
     def load_all(self, storage: Array, value: Any) -> None:
-        """Set all elements: the ranks write the same, and need not wait for each other."""
+        """Set all elements. All ranks write the same values, so they need not wait."""
         self.memory(storage)[...] = value
         self.note_written()
 
@@ -451,7 +451,7 @@ class NodeMemory(Flat):
 
 
 class Axis(Whole):
-    """Each rank of a replica stores a part along one axis, and replicas store the same ones."""
+    """Each rank of a replica stores a part along one axis. All replicas store the same parts."""
 
     is_in_parts = True
 
@@ -472,13 +472,13 @@ class Axis(Whole):
             own = split.cut_own(broadcast(call, whole, by.modes(whole.dtype)))
         else:
             own = np.zeros(split.own_shape, initial.dtype)
-            # The function runs before the ranks agree, so that its error reaches all of them.
+            # The function runs before the ranks agree, so that all of them learn of its error.
             if own.size and not initial.is_zero:
                 own = initial.part(by.name, own.shape, split.own_offset)
             call.agree((dtype_name(own.dtype), shape), by.modes(own.dtype))
             if not initial.is_zero:
-                # The replicas must begin with the same bits, but each has called the function,
-                # which may draw random numbers.
+                # The replicas must begin with the same bits, but each has called the function
+                # itself, which may draw random numbers.
                 own = _of_first_replica(call, by, own)
         return cls(split, by.strategy), np.array(own, order="C"), own.shape
 
@@ -489,12 +489,12 @@ class Axis(Whole):
 
     @property
     def saves_own(self) -> bool:
-        """Whether this rank is of the first replica."""
+        """Whether this rank belongs to the first replica."""
         return bool(context.layout_of(self._strategy).replica_id == 0)
 
     @property
     def num_holders(self) -> int:
-        """How many ranks save the whole together."""
+        """Number of ranks that save the whole together."""
         return self._split.num_parts
 
     def pieces(
@@ -504,8 +504,8 @@ class Axis(Whole):
         layout, mine = context.layout_of(self._strategy), np.empty(0, dtype)
         for number, slab in enumerate(self._split.slabs(_elements_per_piece(dtype))):
             counts = [0] * layout.num_ranks
-            # The ranks of the first replica are the first ones of all, and only they send. The
-            # others take part with nothing, because a gather needs every rank.
+            # Only the ranks of the first replica send, which are the first ranks of all. The others
+            # send nothing but take part, because a gather needs every rank.
             counts[: layout.ranks_per_replica] = self._split.counts(slab)
             with ranks.call("save of split variable", name) as call:
                 call.agree(number)
@@ -521,7 +521,7 @@ class Axis(Whole):
                 yield self._split.join(slab, np.split(joined[: sum(counts)], bounds))
 
     def load(self, storage: Array, start: int, piece: np.ndarray, device: Device) -> None:
-        """Set what this rank stores of a piece of the flat whole, from element `start` on."""
+        """Set this rank's elements of a piece of the flat whole, which begins at `start`."""
         self._split.fill(storage, start, place(piece, device))
 
     def load_all(self, storage: Array, value: Any) -> None:
@@ -538,7 +538,7 @@ def read_only(storage: Array) -> Array:
 
 
 def elements_of(slices: IndexedSlices) -> Array:
-    """Return the numbers of the elements of the flat value that checked `slices` are."""
+    """Return the indices, in the flat value, of the elements of checked `slices`."""
     size = math.prod(slices.values.shape[1:])
     numbers = namespace_of(slices.indices).arange(size)
     elements: Array = (slices.indices[:, None] * size + numbers).reshape(-1)
@@ -551,7 +551,7 @@ def take_node_memory(call: CollectiveCall, num_bytes: int, what: str) -> np.ndar
         return np.zeros(num_bytes, np.uint8)
     with call.communicator() as comm:
         memory = share_memory_file(comm, num_bytes)
-    # On all ranks or on none, so none is left waiting.
+    # All ranks raise or none does, so none is left waiting.
     if memory is None:
         raise ValueError(
             f"{what} needs {readable_size(num_bytes)} ({num_bytes} bytes) of memory that all ranks "
@@ -567,7 +567,7 @@ def _elements_per_piece(dtype: np.dtype) -> int:
 
 
 def _partition(num_rows: int, num_parts: int | None, num_ranks: int) -> Partition:
-    """Return the partition into `num_parts`, at most one for each row and rank."""
+    """Return the partition into `num_parts`, limited to the number of rows and of ranks."""
     wanted = num_ranks if num_parts is None else num_parts
     return Partition(num_rows, max(1, min(wanted, num_rows, num_ranks)), num_ranks)
 
@@ -582,16 +582,16 @@ def _agree_on_parts(
 ) -> None:
     parts = f"{partition.num_parts} parts"
     if num_wanted not in (None, partition.num_parts):
-        # Partitioners that differ may want more parts than there are rows or ranks.
+        # Different partitioners may want more parts than there are rows or ranks.
         parts += f" of {num_wanted} wanted"
     call.agree(parts, (dtype_name(dtype), shape), modes)
 
 
 def _of_first_replica(call: CollectiveCall, by: Making, own: np.ndarray) -> np.ndarray:
-    """Return the part that the first replica has made. **Collective**."""
+    """Return the part that the first replica has created. **Collective**."""
     if context.replicas_of(by.strategy) is context.collectives_of(by.strategy):
-        # Here the replicas communicate on the channel of `call`, where a second call inside of the
-        # first would be refused as an overlap.
+        # Here the replicas communicate on the channel of `call`. A second call inside the first
+        # would raise an error for the overlap.
         return broadcast(call, own)
     with context.replicas_of(by.strategy).call(call.kind, by.name) as among_replicas:
         part: np.ndarray = broadcast(among_replicas, own)

@@ -1,4 +1,4 @@
-"""Rows on their way between the ranks that use them and the rank that holds them."""
+"""Exchange of rows between the ranks that use them and the rank that holds them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpistrat.sharding import part_lengths
 
 @dataclass(frozen=True)
 class Partition:
-    """Which rank holds which rows: part k lies on rank k, and further ranks hold none."""
+    """Distribution of rows over ranks: rank k holds part k, and further ranks hold none."""
 
     num_rows: int
     num_parts: int
@@ -23,7 +23,7 @@ class Partition:
 
     @functools.cached_property
     def ranges(self) -> tuple[range, ...]:
-        """The rows of each rank."""
+        """Rows of each rank."""
         stops = np.cumsum(part_lengths(self.num_rows, self.num_parts)).tolist()
         stops += [self.num_rows] * (self.num_ranks - self.num_parts)
         return tuple(range(*pair) for pair in zip([0, *stops], stops, strict=False))
@@ -34,45 +34,45 @@ class Partition:
 
     def owners(self, rows: np.ndarray) -> np.ndarray:
         """Return the rank that holds each of `rows`."""
-        # The first rank whose stop is above the row. One without rows repeats the stop of the rank
-        # before, so it is never found.
+        # The owner is the first rank whose stop is above the row. A rank without rows has the stop
+        # of the rank before it, so it is never found.
         return np.searchsorted(self._stops, rows, side="right")
 
     def counts(self, size_of_row: int) -> list[int]:
-        """Return how many elements each rank holds."""
+        """Return the number of elements on each rank."""
         return [len(rows) * size_of_row for rows in self.ranges]
 
 
 @dataclass(frozen=True)
 class _Journey:
-    """How the rows that this rank names are sorted for their owners."""
+    """The rows that this rank asks for or sends, sorted by owner."""
 
     order: np.ndarray
-    """Of the rows, by owner, otherwise as they were named."""
+    """Order of the rows by owner; stable for rows of the same owner."""
     counts: list[int]
-    """How many go to each rank."""
+    """Number of rows to each rank."""
     incoming: list[int]
-    """How many come from each rank."""
+    """Number of rows from each rank."""
 
     @classmethod
     def plan(cls, call: CollectiveCall, partition: Partition, rows: np.ndarray) -> _Journey:
-        """Learn what the other ranks name. **Collective**."""
+        """Sort `rows` by owner, and tell the owners how many they will get. **Collective**."""
         owners, size = partition.owners(rows), partition.num_ranks
         counts = np.bincount(owners, minlength=size)
-        # An exchange of parts of different lengths needs the lengths on both sides, and so far only
-        # the sender knows them.
+        # To exchange parts of different lengths, both sides need the lengths, but so far only the
+        # sender knows them.
         incoming = call.channel.transport.all_to_all(counts, [1] * size, [1] * size)
-        # NumPy sorts small integers by their digits, in less than half of the time.
+        # NumPy uses radix sort for small integers, which takes less than half the time.
         keys = owners.astype(np.uint16) if size <= 2**16 else owners
-        # Stable: an owner must see writes to one row in the order in which the program gave them.
+        # Stable, because an owner must apply writes to one row in the order of the program.
         return cls(np.argsort(keys, kind="stable"), counts.tolist(), incoming.tolist())
 
     def to_owners(self, call: CollectiveCall, values: np.ndarray) -> np.ndarray:
-        """Send each of `values`, sorted, to its owner; return what comes. **Collective**."""
+        """Send sorted `values` to their owners; return the received ones. **Collective**."""
         return _exchange(call, values, self.counts, self.incoming)
 
     def from_owners(self, call: CollectiveCall, values: np.ndarray) -> np.ndarray:
-        """Answer what has come, and return the answers to this rank. **Collective**."""
+        """Send answers to received rows; return the answers for this rank. **Collective**."""
         return _exchange(call, values, self.incoming, self.counts)
 
 
@@ -92,16 +92,16 @@ def _exchange(
 def fetch_rows(
     call: CollectiveCall, partition: Partition, own: Array, rows: np.ndarray
 ) -> np.ndarray:
-    """Return `rows`, in their order, on the host; `own` has those of this rank. **Collective**.
+    """Return `rows` in order on the host; `own` holds the rows of this rank. **Collective**.
 
-    Inside of a `call` that has been agreed on. All must be rows of the variable.
+    Must be called inside a `call` that has been agreed on. All `rows` must exist in the variable.
     """
     with call.moving():
         journey = _Journey.plan(call, partition, rows)
         asked = journey.to_owners(call, rows[journey.order])
         xp = namespace_of(own)
         places = xp.asarray(asked - partition.ranges[call.channel.rank].start)
-        # take is faster than an index.
+        # take is faster than indexing.
         answers = journey.from_owners(call, native(host_view(xp.take(own, places, axis=0))))
         # Answers arrive sorted by owner. The inverse of that sort puts them in the order of `rows`.
         inverse = np.empty_like(journey.order)
@@ -112,9 +112,9 @@ def fetch_rows(
 def send_rows(
     call: CollectiveCall, partition: Partition, owned: np.ndarray, rows: np.ndarray, values: Array
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return what all ranks give for the rows of this one, in rank order. **Collective**.
+    """Return the values that all ranks send for rows of this one, in rank order. **Collective**.
 
-    `values` belong to the numbers `rows`, which lie in the rows `owned` of the partition.
+    `values` belong to the numbers `rows`, which are in the rows `owned` of the partition.
     """
     with call.moving():
         journey = _Journey.plan(call, partition, owned)
@@ -156,8 +156,8 @@ def collect_rows(
     counts = [max(0, stop - start) * size for start, stop in parts]
     start, stop = (each - partition.ranges[rank].start for each in parts[rank])
     with call.moving():
-        # If this rank has none of `rows`, `stop` may be negative, and a slice would count it from
-        # the end.
+        # If this rank has none of `rows`, `stop` may be negative, and a slice would count from the
+        # end.
         mine = native(host_view(own[start:stop] if start < stop else own[:0])).reshape(-1)
         to_root = [mine.size, *[0] * (len(counts) - 1)]
         incoming = counts if rank == 0 else [0] * len(counts)

@@ -20,10 +20,11 @@ from mpistrat.variables.writes import ASSIGN, DenseWrite, Write
 class ShardedVariable(WrittenTogether):
     """A variable whose rows are divided among the ranks.
 
-    A strategy with a `variable_partitioner` makes it. Part k lies on rank k; the first parts hold
-    one row more than the others, and further ranks hold none. `shape` and what else says how it
-    looks are of the whole. Writes are those of a mirrored variable, and land on the owners of the
-    rows alone; they return the variable itself.
+    A strategy with a `variable_partitioner` creates it when the program calls `Variable`. Rank k
+    stores part k. If the rows do not divide evenly, the first parts hold one row more. Ranks beyond
+    the number of parts hold none. `shape` and other metadata describe the whole. Writes follow the
+    rules of mirrored variables but change only the ranks that own the rows, and return the variable
+    itself.
 
     Examples
     --------
@@ -51,7 +52,7 @@ class ShardedVariable(WrittenTogether):
     _placement: Flat
 
     def __new__(cls, *args: Any, **kwargs: Any) -> ShardedVariable:
-        """Refuse to make one by hand."""
+        """Raise `TypeError`: only `Variable` creates sharded variables."""
         raise TypeError(
             "A ShardedVariable is made by ms.Variable(...), in the scope of a strategy whose "
             "variable_partitioner wants several parts. Parts that are there already are made "
@@ -60,49 +61,49 @@ class ShardedVariable(WrittenTogether):
 
     @property
     def row_ranges(self) -> tuple[range, ...]:
-        """The rows of each part. Local."""
+        """Rows of each part. Local."""
         return self._placement.partition.ranges[: self._placement.num_holders]
 
     @property
     def row_range(self) -> range:
-        """The rows that this rank holds, maybe none. Local."""
+        """Rows that this rank holds, possibly none. Local."""
         return self._placement.own_rows
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """The full device string of each part, as of `device`. Local."""
+        """Full device name of each part, in the format of `device`. Local."""
         devices: tuple[str, ...] = self.strategy.extended.worker_devices
         return devices[: self._placement.num_holders]
 
     def lookup(self, ids: npt.ArrayLike) -> Array:
         """Return rows by their numbers, in new memory on the device.
 
-        **Collective**, in replica context and outside: each rank gives its own ids, also none.
+        **Collective**, in replica context and outside. Each rank passes its own ids, possibly none.
 
         Parameters
         ----------
         ids : array of integers
-            Of any shape. Order and duplicates are kept.
+            Row numbers, in any shape. Order and duplicates are kept.
 
         Returns
         -------
         array
-            Of the shape ``(*ids.shape, *shape[1:])``.
+            Rows of shape ``(*ids.shape, *shape[1:])``.
 
         Raises
         ------
         TypeError
-            If `ids` are no integers.
+            If `ids` are not integers.
         IndexError
-            For a number below 0 or past the end, on every rank if all have one: the strategy stays
-            usable then.
+            For a number below 0 or past the end. If it is raised on every rank, the strategy stays
+            usable.
         CollectiveMismatchError
-            If only other ranks have one.
+            If only other ranks have such a number.
         """
         placement = self._placement
         if not isinstance(placement, Rows):
-            # A slot that is divided by elements: a row may lie on two ranks, so there is no owner
-            # to ask.
+            # A slot that is divided by elements: two ranks may hold parts of one row, so no single
+            # rank can send it.
             rows, whole = self._checked_rows(ids), self.value()
             of_whole: Array = whole[namespace_of(whole).asarray(rows)]
             return of_whole
@@ -115,19 +116,36 @@ class ShardedVariable(WrittenTogether):
     def value(self) -> Array:
         """Return all rows in new memory, on every rank. **Collective**.
 
+        Returns
+        -------
+        array
+            An array of `shape` on the device.
+
         Raises
         ------
         ValueError
-            If they have more bytes than the setting MPISTRAT_GATHER_LIMIT allows.
+            If the rows need more bytes than the setting MPISTRAT_GATHER_LIMIT allows.
         """
         return place(self._gathered(), self._target.device)
 
     def read_value(self) -> Array:
-        """Return `value()`, which is new memory. **Collective**."""
+        """Return `value()`, which is new memory. **Collective**.
+
+        Returns
+        -------
+        array
+            All rows, on the device.
+        """
         return self.value()
 
     def numpy(self) -> npt.NDArray[Any]:
-        """Return all rows in host memory. **Collective**."""
+        """Return all rows in host memory. **Collective**.
+
+        Returns
+        -------
+        numpy.ndarray
+            New memory.
+        """
         return self._gathered()
 
     def _why_no_array(self, what: str) -> str:
@@ -152,7 +170,7 @@ class ShardedVariable(WrittenTogether):
             )
 
     def __getitem__(self, index: Any) -> Any:
-        """Return ``value()[index]``, of which only the rows that are needed travel."""
+        """Return ``value()[index]``. Only the rows that it needs are sent."""
         given = index if isinstance(index, tuple) else (index,)
         rows = rows_named_by(given[0], len(self)) if given else None
         placement = self._placement
@@ -161,8 +179,8 @@ class ShardedVariable(WrittenTogether):
         numbers, first = rows
         with self._ranks.call("read of sharded variable", self.name) as call:
             if isinstance(numbers, IndexError):
-                # Inside of the call: raised before it, the other ranks would wait for this one's
-                # rows.
+                # Raised inside the call: otherwise the other ranks would wait for rows from this
+                # one.
                 raise numbers
             call.agree()
             found = fetch_rows(call, placement.partition, self._storage, numbers)
@@ -173,12 +191,12 @@ class ShardedVariable(WrittenTogether):
         return self
 
     def assign_part(self, rows: npt.ArrayLike) -> None:
-        """Write this rank's rows, as `part` has them. **Local**.
+        """Write this rank's rows, in the layout of `part`. **Local**.
 
         Parameters
         ----------
         rows : array of shape ``(len(row_range), *shape[1:])``
-            On a rank without rows its length is 0.
+            The new rows. Its length is 0 on a rank without rows.
 
         Raises
         ------
@@ -190,8 +208,8 @@ class ShardedVariable(WrittenTogether):
         ASSIGN.apply(self._storage, ASSIGN.checked(self._target_of_part, rows))
 
     def _write_locally(self, write: Write, value: Any) -> None:
-        """Write in update context: a value of this rank's rows, or of all of them."""
-        # If one rank holds all rows, both shapes are equal, and both readings mean the same.
+        """Write in update context: `value` has the shape of this rank's rows, or of all rows."""
+        # If one rank holds all rows, both shapes are equal and both readings mean the same.
         is_part = isinstance(write, DenseWrite) and np.shape(value) == self._storage.shape
         target = self._target_of_part if is_part else self._target
         checked = write.checked(target, value)
@@ -213,15 +231,15 @@ class ShardedVariable(WrittenTogether):
 
 
 def rows_named_by(index: Any, num_rows: int) -> tuple[Any, Any] | None:
-    """Return the rows that the first part of an index needs, and the index into these.
+    """Return the rows that the first part of an index needs, and the index into these rows.
 
-    ``None`` where it needs all of them, or says nothing of rows. An `IndexError` in place of rows
-    where there are none such.
+    Return ``None`` if it needs all rows or selects no rows by number. If a row does not exist, an
+    `IndexError` object takes the place of the rows.
     """
     if isinstance(index, slice):
         numbers = range(num_rows)[index]
         return np.arange(numbers.start, numbers.stop, numbers.step), slice(None)
-    # A bool is no row number: NumPy takes it as a mask without axes.
+    # A bool is not a row number: NumPy treats it as a mask without axes.
     if index is None or index is Ellipsis or isinstance(index, bool | np.bool_ | tuple):
         return None
     array = host_view(index)

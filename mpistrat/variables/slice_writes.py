@@ -20,9 +20,9 @@ from mpistrat.variables.writes import Target, Write, cast_to, check_arithmetic
 
 
 def split_into_rounds(rows: np.ndarray) -> tuple[np.ndarray, list[int]]:
-    """Return an order of `rows` in rounds without duplicates, and where each round ends."""
-    # The k-th occurrences of all rows are in round k, so that what happens to one row happens in
-    # the order in which it came.
+    """Return an order of `rows` in rounds without duplicates, and the end of each round."""
+    # Round k contains the k-th occurrence of each row, so that the updates of a row keep their
+    # order.
     if rows.size == 0:
         return np.zeros(0, np.int64), []
     by_row = np.argsort(rows, kind="stable")
@@ -36,12 +36,12 @@ def split_into_rounds(rows: np.ndarray) -> tuple[np.ndarray, list[int]]:
 
 
 Combine = Callable[[Array, Array], Array]
-"""From old rows and given rows to new rows."""
+"""Function that returns new rows from old rows and given rows."""
 
 
 @dataclass(frozen=True)
 class SliceWrite:
-    """A write of `IndexedSlices`. Checked ones have host indices of the flattened leading axes."""
+    """A write of `IndexedSlices`. When checked, their indices are on the host and flattened."""
 
     how: str
     combine: Combine
@@ -63,7 +63,7 @@ class SliceWrite:
         leading = indices.ndim if self.is_batched else 1
         rows_shape = target.shape[leading:]
         if tuple(values.shape) == (0,) and indices.ndim == 1:
-            values = np.zeros((0, *rows_shape), target.dtype)  # an empty list has no shape to tell
+            values = np.zeros((0, *rows_shape), target.dtype)  # an empty list has no row shape
         _check_shapes(what, target, slices, indices, values, leading)
         _check_range(what, target, indices, leading)
         values = cast_to(what, values, False, target.dtype, target.device)
@@ -92,14 +92,14 @@ class SliceWrite:
         return [value.indices, value.values]
 
     def contribution(self, call: CollectiveCall, target: Target, value: IndexedSlices) -> Any:
-        """Return what this replica adds to the slices of all, by `target.aggregation`."""
+        """Return this replica's contribution to the joined slices, by `target.aggregation`."""
         values, indices = value.values, value.indices
         if target.aggregation is VariableAggregation.MEAN:
-            # Divided before they are sent: slices are joined and not added up, so there is no sum
-            # to divide.
+            # Divided before sending: slices are joined and not added up, so there is no sum to
+            # divide.
             values = values / values.dtype.type(call.channel.size)
         if target.aggregation is VariableAggregation.ONLY_FIRST_REPLICA and call.channel.rank:
-            # The other replicas send no rows, but they take part: the exchange needs all ranks.
+            # The other replicas send no rows, but must take part: the exchange needs all ranks.
             values, indices = values[:0], indices[:0]
         return IndexedSlices(values, indices)
 
@@ -112,17 +112,16 @@ class SliceWrite:
         return IndexedSlices(values, indices)
 
     def apply(self, storage: Array, value: IndexedSlices) -> None:
-        """Combine the rows of `storage` with those given, in place and in order."""
+        """Combine the rows of `storage` with the given ones, in place and in order."""
         xp = namespace_of(storage)
         order, ends = split_into_rounds(value.indices)
-        # A copy: what was given may be a view of the storage.
+        # Indexing copies, which is needed because the given rows may be a view of the storage.
         values = value.values[xp.asarray(order)]
         rows = xp.asarray(value.indices[order])
         leading = storage.ndim - values.ndim + 1
         flat = storage.reshape(math.prod(storage.shape[:leading]), *storage.shape[leading:])
         for start, end in zip([0, *ends], ends, strict=False):
-            # NumPy keeps only one of several results that are assigned to one row; therefore the
-            # rounds.
+            # If one row gets several results, NumPy keeps only one of them. Therefore the rounds.
             at = rows[start:end]
             flat[at] = self.combine(flat[at], values[start:end])
 
@@ -169,17 +168,17 @@ def _check_range(what: str, target: Target, indices: np.ndarray, leading: int) -
 
 
 def _flat_rows(indices: np.ndarray, leading_shape: tuple[int, ...]) -> np.ndarray:
-    """Return the row numbers in the array whose leading axes are flattened into one."""
+    """Return the row numbers after all leading axes are flattened into one."""
     *batch, num_rows = leading_shape
     first = np.arange(math.prod(batch)).reshape(*batch, 1) * num_rows
-    # Widened first: numbers of flattened rows may not fit into the dtype of `indices`.
+    # Widened first, because numbers of flattened rows may not fit into the dtype of `indices`.
     return (indices.astype(np.int64) + first).reshape(-1)
 
 
 def _divide(old: Array, new: Array) -> Array:
     if old.dtype.kind not in "iu":
         return old / new
-    # Integers are cut towards zero, as in TensorFlow and C.
+    # Integers are rounded towards zero, as in TensorFlow and C.
     quotient = old // new
     is_rounded_up: Array = (old % new != 0) & ((old < 0) != (new < 0))
     cut: Array = quotient + is_rounded_up.astype(old.dtype)
@@ -213,4 +212,4 @@ SLICE_WRITES = (
     *(SCATTER_ADD, SCATTER_SUB, SCATTER_MUL, SCATTER_DIV),
     *(SCATTER_MIN, SCATTER_MAX, SCATTER_UPDATE, BATCH_SCATTER_UPDATE),
 )
-"""All of them, in an order that does not change while a job runs."""
+"""All kinds of slice writes, in an order that does not change while a job runs."""

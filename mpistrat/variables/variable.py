@@ -59,7 +59,7 @@ _HOST = Device("cpu")
 
 
 def _extended_in_scope() -> Any | None:
-    """Return the extended interface of the strategy whose variables are made here, if any."""
+    """Return the extended interface of the strategy that creates variables here, if any."""
     frame = context.current()
     if frame is None or not context.distributes_variables(frame.strategy):
         return None
@@ -74,39 +74,42 @@ def _made_in_scope(make: Callable[[], Variable]) -> Variable:
 class Variable(NDArrayOperatorsMixin):
     """A named array that a program writes in place, distributed by the strategy in scope.
 
-    In a strategy's scope this makes a *mirrored* variable, or a *SyncOnRead* variable where
-    `synchronization` is ON_READ. Outside every scope it makes a plain one.
+    In a strategy's scope, this creates a *mirrored* variable, or a *SyncOnRead* variable if
+    `synchronization` is ON_READ. Outside every scope it creates a plain variable.
 
-    **Collective** in a strategy: every rank makes the variable, with the same name, shape and
-    dtype. The initial value of rank 0 is used on all.
+    **Collective** in a strategy: every rank creates the variable, with the same name, shape and
+    dtype. All ranks use the initial value of rank 0.
 
     Parameters
     ----------
     initial_value : array, number, or callable that returns one
-        Copied.
+        The value to begin with. It is copied.
     trainable : bool, optional
-        By default true for mirrored and plain variables, false for SyncOnRead ones.
+        Whether an optimizer is meant to change the variable. Default: true for mirrored and plain
+        variables, false for SyncOnRead ones.
     name : str, optional
-        By default a unique name that is equal on all ranks.
+        Name of the variable. Default: a unique name, which is equal on all ranks.
     dtype : dtype, optional
-        By default that of the initial value, as NumPy sees it.
+        Dtype of the variable. Default: the dtype that NumPy gives the initial value.
     synchronization : VariableSynchronization
+        ON_READ for a SyncOnRead variable; AUTO and ON_WRITE for a mirrored one.
     aggregation : VariableAggregation
         How writes in replica context (mirrored) or components (SyncOnRead) become one value.
     shape : sequence of int, optional
-        That of the initial value. Where it is given, a callable may take the keywords
-        ``partition_shape`` and ``partition_offset``: it is then called for the part that this rank
-        holds, which is all of a variable that is neither sharded nor split.
+        Shape of the initial value. If it is given, a callable may take the keywords
+        ``partition_shape`` and ``partition_offset``. Each rank then calls it for the part that the
+        rank holds, which is the whole unless the variable is sharded or split.
     split_axis : int, optional
-        Along it each of the `ranks_per_replica` ranks of a replica holds a part, the first ones
-        one place longer: `shape`, values, gradients and slots are of this rank's part, and
-        `full_shape` is of the whole, as are the initial value and files. Parts may be empty.
+        Axis along which the variable is split over the `ranks_per_replica` ranks of a replica. If
+        it does not divide evenly, the first ranks get one element more; parts may be empty.
+        `shape`, values, gradients and slots then describe this rank's part. `full_shape`, the
+        initial value and files describe the whole.
 
     Raises
     ------
     ValueError
         For `synchronization` NONE, an unknown mode, MEAN on a dtype that is not floating, or a
-        value that is no numeric array.
+        value that is not a numeric array.
     CollectiveMismatchError
         If the ranks disagree on name, shape, dtype or modes.
 
@@ -140,7 +143,7 @@ class Variable(NDArrayOperatorsMixin):
 
     _is_sharded: ClassVar[bool] = False
     _placement: Whole
-    """Which elements this rank stores and updates."""
+    """Says which elements this rank stores and updates."""
     _storage: Array
     """The local component, in C order, which optimizers and checkpoints update in place."""
 
@@ -155,7 +158,7 @@ class Variable(NDArrayOperatorsMixin):
         shape: Sequence[int] | None = None,
         split_axis: int | None = None,
     ) -> Variable:
-        """Make the variable: in replica context one for all replicas of the rank."""
+        """Create the variable: in replica context one for all replicas of the rank."""
         modes = Modes(trainable, synchronization, aggregation)
         frame = context.current()
 
@@ -188,7 +191,7 @@ class Variable(NDArrayOperatorsMixin):
         shape: Sequence[int] | None = None,
         split_axis: int | None = None,
     ) -> None:
-        """Do nothing: Python calls this for each replica, of which the first has made it."""
+        """Do nothing: Python calls this for each replica, but the first one has created it."""
 
     def _make(self, initial: InitialValue, name: str | None, modes: Modes) -> None:
         """Set all attributes. **Collective** in a strategy."""
@@ -207,7 +210,7 @@ class Variable(NDArrayOperatorsMixin):
         with collectives.call("Variable", self._name) as call:
             self._split_axis = initial.split_axis(self._name)
             value, shape = self._begin(call, initial)
-        # A counter is read by Python at each step, which would wait for the device.
+        # Python reads a counter in each step. On a device, each read would wait for the device.
         device = _HOST if initial.is_replicated else self._placement.device(collectives.device)
         storage = place(value, device)
         names.take(self._name)
@@ -218,7 +221,7 @@ class Variable(NDArrayOperatorsMixin):
         self._keep(storage)
 
     def _keep(self, storage: Array) -> None:
-        """Have `storage` as the memory of this variable."""
+        """Use `storage` as the memory of this variable."""
         self._storage = storage
         register_storage(storage, self)
         if self._strategy is not None:
@@ -227,13 +230,13 @@ class Variable(NDArrayOperatorsMixin):
     def _begin(
         self, call: CollectiveCall, initial: InitialValue
     ) -> tuple[np.ndarray, tuple[int, ...]]:
-        """Return the local component at the start, and the shape of values. **Collective**."""
+        """Return the initial local component, and the shape of values. **Collective**."""
         making = Making(self._name, self._strategy, self._split_axis, self._checked_modes)
         self._placement, value, shape = (initial.placement or Whole).make(call, initial, making)
         return value, shape
 
     def _checked_modes(self, dtype: np.dtype) -> tuple[object, ...]:
-        """Return what the ranks must agree on besides shape and dtype."""
+        """Return the properties, besides shape and dtype, that must be equal on all ranks."""
         check_modes(self._name, self._synchronization_given, self._aggregation, dtype)
         split = () if self._split_axis is None else (f"split along axis {self._split_axis}",)
         return (self._synchronization_given.name, self._aggregation.name, self._trainable, *split)
@@ -249,30 +252,31 @@ class Variable(NDArrayOperatorsMixin):
 
     @property
     def storage(self) -> Array:
-        """The memory of the local component, writable: replicas may drift apart there. Local.
+        """The writable memory of the local component. Local.
 
-        That of a `CentralStorageStrategy` is one for all ranks, which nothing keeps in step.
+        Writes to it are not synchronized, so replicas may drift apart. Under
+        `CentralStorageStrategy` all ranks share this memory, and nothing orders their writes.
         """
         return self._placement.memory(self._component)
 
     @property
     def name(self) -> str:
-        """The name that was given, or the default one. Local."""
+        """Name that was passed, or the default one. Local."""
         return self._name
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the value, equal on all ranks but where it is split. Local."""
+        """Shape of the value; equal on all ranks unless the variable is split. Local."""
         return self._target.shape
 
     @property
     def full_shape(self) -> tuple[int, ...]:
-        """Shape of the whole, of which a split variable's `shape` is this rank's part. Local."""
+        """Shape of the whole variable; differs from `shape` only if it is split. Local."""
         return self._placement.shape
 
     @property
     def split_axis(self) -> int | None:
-        """Along which axis each rank of a replica holds a part, ``None`` where all. Local."""
+        """Axis along which the ranks of a replica hold parts, or ``None``. Local."""
         return self._split_axis
 
     @property
@@ -287,7 +291,7 @@ class Variable(NDArrayOperatorsMixin):
 
     @property
     def synchronization(self) -> VariableSynchronization:
-        """When components meet: ON_WRITE or ON_READ; AUTO for a plain one made with it. Local."""
+        """When components are combined: ON_WRITE, ON_READ, or AUTO for a plain variable. Local."""
         return self._synchronization
 
     @property
@@ -297,18 +301,18 @@ class Variable(NDArrayOperatorsMixin):
 
     @property
     def strategy(self) -> Any:
-        """The strategy whose scope it was made in, ``None`` outside every scope. Local."""
+        """Strategy in whose scope it was created, ``None`` outside every scope. Local."""
         return self._strategy
 
     @property
     def device(self) -> str:
-        """The full string of the device that holds the local component. Local."""
+        """Full name of the device that holds the local component. Local."""
         rank: int = 0 if self._strategy is None else self._strategy.rank
         return str(self._target.device.on_task(self._placement.task(rank)))
 
     @property
     def values(self) -> tuple[Array, ...]:
-        """The components on this rank: one read-only view for each of its replicas. Local."""
+        """Components on this rank: one read-only view for each of its replicas. Local."""
         view = (Variable.value(self),)
         return view if self._strategy is None else view * len(self._replica_ids)
 
@@ -320,41 +324,66 @@ class Variable(NDArrayOperatorsMixin):
     def value(self) -> Array:
         """Return the value as a read-only view of the storage, without a copy.
 
-        A later write shows through. CuPy arrays cannot be read-only: do not write to theirs.
-        **Local**, except for SyncOnRead variables in cross-replica context: there the components
-        are aggregated, which is **Collective**, and the result is a new array.
+        A later write changes the view as well. CuPy has no read-only arrays: do not write to
+        these. **Local**, except for SyncOnRead variables in cross-replica context. Reading those
+        is **Collective**, because it aggregates the components, and returns a new array.
+
+        Returns
+        -------
+        array
+            An array of `shape` and `dtype`, on the device of the variable.
         """
         return self._placement.view(self._storage)
 
     def read_value(self) -> Array:
-        """Return a snapshot of `value()`, on the device. Collective where that is."""
+        """Return a snapshot of `value()`, on the device. **Collective** if `value` is.
+
+        Returns
+        -------
+        array
+            New memory, which later writes do not change.
+        """
         value = self.value()
         # A value without a base is new memory already, such as the sum of SyncOnRead components.
         return value.copy() if value.base is not None else value
 
     def numpy(self) -> npt.NDArray[Any]:
-        """Return a snapshot of `value()` in host memory. Collective where that is."""
+        """Return a snapshot of `value()` in host memory. **Collective** if `value` is.
+
+        Returns
+        -------
+        numpy.ndarray
+            New, writable memory.
+        """
         return host_copy(self.value())
 
     def assign(self, value: Value, read_value: bool = True) -> Array | None:
         """Write `value` in place. No broadcasting: the shapes must be equal.
 
-        What that means depends on the kind of variable, the context and `aggregation`: see the
-        guide's page on variables, also for what is compared. **Collective** for mirrored variables
-        but in update context, and for SyncOnRead ones in cross-replica context. In cross-replica
-        context the ranks compare digests of `value`, and copy a device array to the host for that.
+        The effect depends on the kind of variable, the context and `aggregation`: see the guide's
+        page on variables, which also says which values are compared. **Collective** for mirrored
+        variables except in update context, and for SyncOnRead ones in cross-replica context. In
+        cross-replica context the ranks compare digests of `value`, for which a device array is
+        copied to the host.
+
+        Parameters
+        ----------
+        value : array, number, Variable or distributed value
+            The new value, of the same shape; the same on all ranks in cross-replica context.
+        read_value : bool
+            Whether to return the new value.
 
         Returns
         -------
         array or None
-            The new value as by `value()`; ``None`` with ``read_value=False``.
+            The new value as from `value()`; ``None`` with ``read_value=False``.
 
         Raises
         ------
         ValueError
-            For another shape, or where the kind of variable forbids the write in this context.
+            If the shape differs, or the kind of variable forbids the write in this context.
         CollectiveMismatchError
-            In cross-replica context, if the values differ from rank to rank.
+            In cross-replica context, if the values differ between ranks.
         TypeError
             If `value` cannot be cast to the variable's dtype within its kind, or for arithmetic
             on bools.
@@ -362,11 +391,37 @@ class Variable(NDArrayOperatorsMixin):
         return self._write(ASSIGN, value, read_value)
 
     def assign_add(self, delta: Value, read_value: bool = True) -> Array | None:
-        """Add `delta` in place. **Collective** or local as `assign`, and otherwise like it."""
+        """Add `delta` in place. **Collective** or local as `assign`, with the same errors.
+
+        Parameters
+        ----------
+        delta : array, number, Variable or distributed value
+            The value to add, of the same shape.
+        read_value : bool
+            Whether to return the new value.
+
+        Returns
+        -------
+        array or None
+            As from `assign`.
+        """
         return self._write(ASSIGN_ADD, delta, read_value)
 
     def assign_sub(self, delta: Value, read_value: bool = True) -> Array | None:
-        """Subtract `delta` in place. **Collective** or local as `assign`, and otherwise like it."""
+        """Subtract `delta` in place. **Collective** or local as `assign`, with the same errors.
+
+        Parameters
+        ----------
+        delta : array, number, Variable or distributed value
+            The value to subtract, of the same shape.
+        read_value : bool
+            Whether to return the new value.
+
+        Returns
+        -------
+        array or None
+            As from `assign`.
+        """
         return self._write(ASSIGN_SUB, delta, read_value)
 
     def _write(self, write: Write, value: Any, read_value: bool) -> Array | None:
@@ -387,8 +442,8 @@ class Variable(NDArrayOperatorsMixin):
         self._placement.note_written()
 
     def _save_value(self) -> Array | None:
-        """Return what a checkpoint stores: an array on rank 0, which other ranks may have too."""
-        # It may be the variable's storage. For SyncOnRead variables this is collective.
+        """Return the array that a checkpoint stores, on rank 0; other ranks may return it too."""
+        # It may be the variable's own storage. For SyncOnRead variables this is collective.
         if not self._placement.is_in_parts:
             return self._component_to_save()
         whole = np.empty(self.full_shape, self.dtype) if self._ranks.rank == 0 else None
@@ -400,16 +455,16 @@ class Variable(NDArrayOperatorsMixin):
         return whole
 
     def _component_to_save(self) -> Array | None:
-        """Return what this rank stores of what is saved. **Collective** for SyncOnRead ones."""
+        """Return this rank's part of the saved value. **Collective** for SyncOnRead variables."""
         return self._storage
 
     def _pieces_for_root(self) -> Iterator[np.ndarray | None]:
-        """Yield the elements in their order, some at a time, on rank 0. **Collective**."""
+        """Yield the elements in order, some at a time, on rank 0. **Collective**."""
         own = self._component_to_save()
         yield from self._placement.pieces(self._ranks, self._name, self.dtype, own)
 
     def _load_value(self, array: np.ndarray) -> None:
-        """Set the variable from what a checkpoint has stored. **Local**, on every rank alike."""
+        """Set the variable from the array in a checkpoint. **Local**, the same on every rank."""
         target = self._target
         if self._split_axis is not None:
             # Files hold the whole, so that a different number of ranks can restore it.
@@ -418,11 +473,11 @@ class Variable(NDArrayOperatorsMixin):
         self._placement.load_all(self._component, value)
 
     def _load_piece(self, start: int, piece: np.ndarray) -> None:
-        """Set a part of what `_load_value` sets, from element `start` of the flat value on."""
+        """Set a part of the value, like `_load_value`, from element `start` of the flat value."""
         self._placement.load(self._component, start, self._own_part(piece), self._target.device)
 
     def _own_part(self, array: Any) -> Any:
-        """Return what this replica holds of a stored value."""
+        """Return this replica's part of a stored value."""
         return array
 
     @property
@@ -433,17 +488,17 @@ class Variable(NDArrayOperatorsMixin):
     def _in_unit(
         self, what: str, function: Callable[[], Any], writes: bool | Sequence[Variable] = False
     ) -> Any:
-        """Return what `function` returns: the public call `what`, also of an elastic job."""
+        """Return the result of `function`: the public call `what`, also in elastic jobs."""
         return self._ranks.as_unit(what, function, writes)
 
     @property
     def _collectives_of_writes(self) -> Collectives:
-        """Those of the ranks that give the same value in cross-replica context."""
-        # Each rank of a replica has values of its own for its part of a split variable.
+        """Collectives of the ranks that pass the same value in cross-replica context."""
+        # The ranks of a replica pass different values for their parts of a split variable.
         return self._ranks if self._split_axis is None else context.replicas_of(self.strategy)
 
     def _zeros(self, name: str, dtype: np.dtype) -> Variable:
-        """Return a new variable of zeros that lies as this one does. **Collective** where it is."""
+        """Return a new variable of zeros, placed like this one. **Collective** if this one is."""
         zeros = InitialValue.zeros(self.full_shape, dtype, self._num_parts, self._split_axis)
         # A sharded variable may have a single part, which one rank stores. Its slots belong to the
         # same rank, not to all.
@@ -461,74 +516,138 @@ class Variable(NDArrayOperatorsMixin):
     def scatter_add(self, sparse_delta: IndexedSlices, read_value: bool = True) -> Array | None:
         """Add rows in place: ``self[indices[i]] += values[i]`` for each i in order.
 
-        In replica context the slices of all replicas are joined in rank order first, of which
-        each may bring another number, also none; ONLY_FIRST_REPLICA takes those of rank 0, and
-        under MEAN the values are divided by the number of replicas. In cross-replica context
-        all ranks give the same slices. **Collective** or local as `assign`.
+        In replica context the slices of all replicas are first joined in rank order; replicas may
+        pass different numbers of slices, including none. ONLY_FIRST_REPLICA uses only rank 0's
+        slices, and MEAN divides the values by the number of replicas. In cross-replica context
+        all ranks pass the same slices. **Collective** or local as `assign`.
 
         Parameters
         ----------
         sparse_delta : IndexedSlices
-            With ``values`` of shape ``(n, *shape[1:])`` and ``indices`` of shape ``(n,)``.
+            Rows with ``values`` of shape ``(n, *shape[1:])`` and ``indices`` of shape ``(n,)``.
         read_value : bool
             Whether to return the new value.
 
         Returns
         -------
         array or None
-            As by `assign`.
+            As from `assign`.
 
         Raises
         ------
         TypeError
-            If `sparse_delta` is no `IndexedSlices`, or its values do not fit the dtype.
+            If `sparse_delta` is not an `IndexedSlices`, or its values do not fit the dtype.
         ValueError
-            For rows of another shape, or in replica context under NONE.
+            If the shape of the rows differs, or in replica context under NONE.
         IndexError
-            For an index below 0 or past the end; nothing has changed then.
+            For an index below 0 or past the end; the variable is then unchanged.
         NotImplementedError
             On a SyncOnRead variable.
         """
         return self._write(SCATTER_ADD, sparse_delta, read_value)
 
     def scatter_sub(self, sparse_delta: IndexedSlices, read_value: bool = True) -> Array | None:
-        """Subtract rows in place. **Collective** or local as `scatter_add`, and like it."""
+        """Subtract rows in place. **Collective** or local as `scatter_add`, with the same errors.
+
+        Parameters
+        ----------
+        sparse_delta, read_value : IndexedSlices, bool
+            As for `scatter_add`.
+
+        Returns
+        -------
+        array or None
+            As from `assign`.
+        """
         return self._write(SCATTER_SUB, sparse_delta, read_value)
 
     def scatter_mul(self, sparse_delta: IndexedSlices, read_value: bool = True) -> Array | None:
-        """Multiply rows in place. **Collective** or local as `scatter_add`, and like it."""
+        """Multiply rows in place. **Collective** or local as `scatter_add`, with the same errors.
+
+        Parameters
+        ----------
+        sparse_delta, read_value : IndexedSlices, bool
+            As for `scatter_add`.
+
+        Returns
+        -------
+        array or None
+            As from `assign`.
+        """
         return self._write(SCATTER_MUL, sparse_delta, read_value)
 
     def scatter_div(self, sparse_delta: IndexedSlices, read_value: bool = True) -> Array | None:
-        """Divide rows in place, integers towards zero.
+        """Divide rows in place; integers are rounded towards zero.
 
-        **Collective** or local as `scatter_add`, and otherwise like it.
+        **Collective** or local as `scatter_add`, with the same errors.
+
+        Parameters
+        ----------
+        sparse_delta, read_value : IndexedSlices, bool
+            As for `scatter_add`.
+
+        Returns
+        -------
+        array or None
+            As from `assign`.
         """
         return self._write(SCATTER_DIV, sparse_delta, read_value)
 
     def scatter_min(self, sparse_delta: IndexedSlices, read_value: bool = True) -> Array | None:
-        """Replace rows by the smaller of old and given elements.
+        """Replace each element of rows by the smaller of the old and the given one.
 
-        **Collective** or local as `scatter_add`, and otherwise like it.
+        **Collective** or local as `scatter_add`.
+
+        Parameters
+        ----------
+        sparse_delta, read_value : IndexedSlices, bool
+            As for `scatter_add`.
+
+        Returns
+        -------
+        array or None
+            As from `assign`.
 
         Raises
         ------
         NotImplementedError
             On a mirrored variable under SUM or MEAN, and on a SyncOnRead variable.
+        TypeError, ValueError, IndexError
+            As from `scatter_add`.
         """
         return self._write(SCATTER_MIN, sparse_delta, read_value)
 
     def scatter_max(self, sparse_delta: IndexedSlices, read_value: bool = True) -> Array | None:
-        """Replace rows by the larger of old and given elements.
+        """Replace each element of rows by the larger of the old and the given one.
 
-        **Collective** or local as `scatter_add`; raises as `scatter_min`.
+        **Collective** or local as `scatter_add`; raises the errors of `scatter_min`.
+
+        Parameters
+        ----------
+        sparse_delta, read_value : IndexedSlices, bool
+            As for `scatter_add`.
+
+        Returns
+        -------
+        array or None
+            As from `assign`.
         """
         return self._write(SCATTER_MAX, sparse_delta, read_value)
 
     def scatter_update(self, sparse_delta: IndexedSlices, read_value: bool = True) -> Array | None:
-        """Replace rows by those given; of duplicates the last one stays.
+        """Replace rows by the given ones; the last of duplicates counts.
 
-        **Collective** or local as `scatter_add`; raises as `scatter_min`.
+        **Collective** or local as `scatter_add`; raises the errors of `scatter_min`.
+
+        Parameters
+        ----------
+        sparse_delta, read_value : IndexedSlices, bool
+            As for `scatter_add`.
+
+        Returns
+        -------
+        array or None
+            As from `assign`.
         """
         return self._write(SCATTER_UPDATE, sparse_delta, read_value)
 
@@ -537,53 +656,58 @@ class Variable(NDArrayOperatorsMixin):
     ) -> Array | None:
         """Replace rows within batches: ``self[i, ..., indices[i, ..., j]] = values[i, ..., j]``.
 
-        All axes of ``indices`` but the last run over batches, and have the lengths of the
-        variable's leading axes. With 1-d ``indices`` this is `scatter_update`. **Collective**
-        or local as `scatter_add`; raises as `scatter_min`.
+        All axes of ``indices`` except the last are batch axes, with the lengths of the variable's
+        leading axes. With 1-d ``indices`` this is `scatter_update`. **Collective** or local as
+        `scatter_add`; raises the errors of `scatter_min`.
 
         Parameters
         ----------
         sparse_delta : IndexedSlices
-            With ``indices`` of shape ``(*batch, n)`` and ``values`` of shape
-            ``(*batch, n, *shape[len(batch) + 1:])``, where ``batch`` begins the variable's shape.
+            Rows with ``indices`` of shape ``(*batch, n)`` and ``values`` of shape
+            ``(*batch, n, *shape[len(batch) + 1:])``; the variable's shape begins with ``batch``.
         read_value : bool
             Whether to return the new value.
+
+        Returns
+        -------
+        array or None
+            As from `assign`.
         """
         return self._write(BATCH_SCATTER_UPDATE, sparse_delta, read_value)
 
     @property
     def row_range(self) -> range:
-        """The rows that this rank holds: all, but of an `ms.ShardedVariable`. Local.
+        """Rows that this rank holds: all, except for an `ms.ShardedVariable`. Local.
 
-        Raises `TypeError` where the variable is 0-d.
+        Raises `TypeError` if the variable is 0-d.
         """
         return range(len(self))
 
     @property
     def part(self) -> Array:
-        """The rows of `row_range` as a read-only view, of the local component. Local."""
+        """Rows `row_range` of the local component, as a read-only view. Local."""
         return read_only(self._component)
 
     def lookup(self, ids: npt.ArrayLike) -> Array:
         """Return rows by their numbers, in new memory on the device.
 
-        **Local**, as all ranks hold all rows; **Collective** for an `ms.ShardedVariable`. Of a
-        SyncOnRead variable they are those of the local component.
+        **Local**, because each rank holds all rows; **Collective** for an `ms.ShardedVariable`. For
+        a SyncOnRead variable, the rows come from the local component.
 
         Parameters
         ----------
         ids : array of integers
-            Of any shape, also empty. Order and duplicates are kept.
+            Row numbers, in any shape, which may be empty. Order and duplicates are kept.
 
         Returns
         -------
         array
-            Of the shape ``(*ids.shape, *shape[1:])``.
+            Rows of shape ``(*ids.shape, *shape[1:])``.
 
         Raises
         ------
         TypeError
-            If `ids` are no integers, or the variable is 0-d.
+            If `ids` are not integers, or the variable is 0-d.
         IndexError
             For a number below 0 or past the end.
         """
@@ -593,11 +717,11 @@ class Variable(NDArrayOperatorsMixin):
         return found
 
     def _checked_rows(self, ids: npt.ArrayLike) -> np.ndarray:
-        """Return the numbers that `lookup` takes as an array of int64."""
+        """Return the row numbers for `lookup` as an array of int64."""
         rows = host_view(ids) if hasattr(ids, "dtype") else np.asarray(ids)
         what = f"lookup of variable {self.name!r}"
-        # NumPy makes an empty list float64, but it names no rows, which is allowed. Only an array
-        # states its dtype.
+        # NumPy turns an empty list into float64, but naming no rows is allowed. Only an array has a
+        # dtype of its own.
         if rows.dtype.kind not in "iu" and (rows.size or hasattr(ids, "dtype")):
             raise TypeError(f"{what} takes integers, not an array of dtype {rows.dtype}.")
         span = span_outside(rows, len(self))
@@ -633,7 +757,7 @@ class Variable(NDArrayOperatorsMixin):
     def __cupy_get_ndarray__(self) -> Any:
         return on_device(self.value())
 
-    __array_priority__ = 101  # above that of CuPy's arrays
+    __array_priority__ = 101  # higher than the priority of CuPy's arrays
 
     def __rmatmul__(self, other: Any) -> Any:
         return other @ self.value()
@@ -653,7 +777,7 @@ class Variable(NDArrayOperatorsMixin):
 
     def __getitem__(self, index: Any) -> Any:
         part = taken(self.value(), index)
-        # A view would let a later write show through, and on a device be written to.
+        # A view would change with later writes, and on a device the program could write to it.
         return part.copy() if getattr(part, "base", None) is not None else part
 
     def __len__(self) -> int:
@@ -720,34 +844,34 @@ class Variable(NDArrayOperatorsMixin):
         return html_table(f"{type(self).__name__} {self.name!r}", rows)
 
 
-# What the package does with the memory of variables, which a program does not see.
+# Access to the memory of variables for the rest of the package. Programs do not use it.
 
 
 def placement_of(variable: Variable) -> Whole:
-    """Return which elements of `variable` this rank stores and updates."""
+    """Return the placement, which says which elements of `variable` this rank stores."""
     return variable._placement
 
 
 def storage_of(variable: Variable) -> Array:
-    """Return the memory of `variable` on this rank, of its first replica here."""
+    """Return the memory of `variable` on this rank, for the rank's first replica."""
     return variable._storage
 
 
 def component_of(variable: Variable) -> Array:
-    """Return the memory of the replica that runs."""
+    """Return the memory of `variable` for the replica that runs."""
     return variable._component
 
 
 def own_storage_of(variable: Variable) -> Array:
-    """Return the memory that this rank updates in place; `settle` is called afterwards."""
+    """Return the memory that this rank updates in place. Callers call `settle` afterwards."""
     return variable._own_storage
 
 
 def settle(variable: Variable) -> None:
-    """Do what is needed once this rank has updated what `own_storage_of` returns."""
+    """Complete an update of the memory that `own_storage_of` returned."""
     variable._placement.settle(variable.name)
 
 
 def device_of(variable: Variable) -> Device:
-    """Return the device of the memory."""
+    """Return the device that holds the memory of `variable`."""
     return variable._target.device

@@ -1,4 +1,4 @@
-"""Writes to variables: what each accepts, how replicas merge it, what it does."""
+"""Writes to variables: the values they accept, how replicas merge these, and their effect."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ def numeric(name: str, value: Any, dtype: Any) -> np.ndarray:
             f"The variable {name!r} cannot hold a value of dtype {array.dtype}: "
             "give an array of bools, integers, floats or complex numbers."
         )
-    # A file may hold the other byte order, which MPI's datatypes and the compiled code do not have.
+    # Data from a file may have the opposite byte order, which MPI's datatypes and the compiled code
+    # do not support.
     return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
@@ -67,7 +68,7 @@ def _array_of_tensor(tensor: Any) -> np.ndarray:
 
 
 def _as_given(what: str, value: Any) -> tuple[Array, bool]:
-    """Return what was given to a write as an array, and whether it was plain Python."""
+    """Return the value of a write as an array, and whether it was plain Python."""
     if isinstance(value, DistributedValues):
         value = value.values[0]
     if isinstance(value, np.ma.MaskedArray):
@@ -86,8 +87,8 @@ def _as_given(what: str, value: Any) -> tuple[Array, bool]:
 
 
 def _exact(value: Any, array: np.ndarray) -> np.ndarray:
-    """Return Python integers that NumPy has made floats, because they need 64 bits, as uint64."""
-    # 2**64 is included, because 2**64 - 1 becomes 2**64 as a float64.
+    """Return Python integers as uint64 if they need 64 bits, which NumPy converts to floats."""
+    # 2**64 is included, because 2**64 - 1 is rounded to 2**64 as a float64.
     if array.dtype.kind != "f" or not array.size or not 2**63 <= array.max() <= 2**64:
         return array
     exact = np.asarray(value, object)
@@ -96,7 +97,7 @@ def _exact(value: Any, array: np.ndarray) -> np.ndarray:
 
 
 def cast_to(what: str, array: Array, is_plain: bool, dtype: np.dtype, device: Device) -> Array:
-    """Return `array` in `dtype` on `device`, itself where it already is so."""
+    """Return `array` in `dtype` on `device`; `array` itself if both already match."""
     if not (_holds(dtype, array) if is_plain else can_cast(array.dtype, dtype)):
         raise TypeError(
             f"{what}: a value of dtype {array.dtype} does not fit into {dtype}. Cast it first."
@@ -111,8 +112,8 @@ def cast_to(what: str, array: Array, is_plain: bool, dtype: np.dtype, device: De
 
 
 def can_cast(source: np.dtype, target: np.dtype) -> bool:
-    """Return whether arrays of dtype `source` may be written to one of `target`."""
-    # They may within a kind and to a wider one, as by NumPy's `same_kind`.
+    """Return whether arrays of dtype `source` may be written to an array of dtype `target`."""
+    # They may if the kind is the same or wider, as in NumPy's `same_kind`.
     if target.name == "bfloat16":
         return source.name == "bfloat16" or source.kind in "biuf"
     if source.name == "bfloat16":
@@ -121,7 +122,7 @@ def can_cast(source: np.dtype, target: np.dtype) -> bool:
 
 
 def wraps_around(array: Array, dtype: np.dtype) -> bool:
-    """Return whether an integer of `array` is outside of the integer type `dtype`."""
+    """Return whether an integer in `array` is out of range for the integer type `dtype`."""
     are_integers = array.dtype.kind in "iu" and dtype.kind in "iu"
     if not are_integers or np.can_cast(array.dtype, dtype) or 0 in array.shape:
         return False
@@ -130,8 +131,8 @@ def wraps_around(array: Array, dtype: np.dtype) -> bool:
 
 
 def _holds(dtype: np.dtype, numbers: np.ndarray) -> bool:
-    """Return whether Python numbers, as the array `numbers`, fit into `dtype`."""
-    # Their own dtype does not count, as in NumPy's promotion, but their kind and range do.
+    """Return whether Python numbers, converted to the array `numbers`, fit into `dtype`."""
+    # As in NumPy's promotion, only their kind and range count, not their own dtype.
     if dtype.kind not in _KINDS or numbers.dtype.kind not in _KINDS:
         return can_cast(numbers.dtype, dtype)
     if dtype.kind in "iu" and numbers.dtype.kind in "biu" and numbers.size:
@@ -142,7 +143,7 @@ def _holds(dtype: np.dtype, numbers: np.ndarray) -> bool:
 
 
 class Modes(NamedTuple):
-    """What a program says about a variable besides its value."""
+    """Arguments of a variable besides its value."""
 
     trainable: bool | None
     synchronization: VariableSynchronization
@@ -150,14 +151,14 @@ class Modes(NamedTuple):
 
     @property
     def text(self) -> str:
-        """What replicas that make a variable together must have alike, as text."""
+        """The modes as text, which must be equal on replicas that create a variable together."""
         default = Modes(None, VariableSynchronization.AUTO, VariableAggregation.NONE)
         named = self._asdict().items()
         return "".join(f", {n}={each}" for n, each in named if each != getattr(default, n))
 
 
 def check_modes(name: str, synchronization: Any, aggregation: Any, dtype: np.dtype) -> None:
-    """Refuse modes that a variable of `dtype` cannot have."""
+    """Raise an error for modes that a variable of `dtype` cannot have."""
     for mode, cls in (
         (synchronization, VariableSynchronization),
         (aggregation, VariableAggregation),
@@ -183,40 +184,40 @@ def check_modes(name: str, synchronization: Any, aggregation: Any, dtype: np.dty
 
 @dataclass(frozen=True)
 class Target:
-    """What a write needs to know about its variable."""
+    """The properties of a variable that a write needs to know."""
 
     name: str
-    """For messages."""
+    """Name of the variable, for messages."""
     shape: tuple[int, ...]
     """Shape of the value."""
     dtype: np.dtype
     """Dtype of the value."""
     device: Device
-    """Where the storage lies."""
+    """Device of the storage."""
     aggregation: VariableAggregation
-    """How the replicas' writes become one."""
+    """How the replicas' writes are combined."""
     is_mirrored: bool
     """Whether it belongs to a strategy that keeps it equal on all replicas."""
 
 
 class Write(Protocol):
-    """One way to write."""
+    """One kind of write."""
 
     @property
     def how(self) -> str:
         """Name of the method, for messages."""
 
     def checked(self, target: Target, value: Any) -> Any:
-        """Return `value` in the form that the other methods take."""
+        """Check `value`, and return it in the form that the other methods need."""
 
     def signature(self, value: Any) -> tuple[Any, ...]:
-        """Return what ranks that give one value for all must agree on, besides the values."""
+        """Return the properties, besides the values, that must be equal on all ranks."""
 
     def arrays(self, value: Any) -> list[Array]:
         """Return the arrays of a checked `value`, to compare them."""
 
     def merged(self, call: CollectiveCall, target: Target, value: Any) -> Any:
-        """Return the one value that the replicas' values amount to. **Collective**."""
+        """Return the combined value of all replicas. **Collective**."""
 
     def apply(self, storage: Array, value: Any) -> None:
         """Write to `storage` in place."""
@@ -233,7 +234,7 @@ class DenseWrite:
     def checked(self, target: Target, value: Any) -> Array:
         """Return `value` as an array of the variable's shape and dtype on its device."""
         if target.shape == () and _NUMBERS.get(type(value)) == target.dtype.char:
-            # What counters and sums of metrics take, many times in a step.
+            # A shortcut for counters and sums of metrics, which are written many times in a step.
             number = np.asarray(value)
             # An integer beyond 63 bits gets a different dtype, and the checks below decide.
             if number.dtype == target.dtype and target.device.kind == "cpu":
@@ -270,11 +271,11 @@ class DenseWrite:
 
 
 _NUMBERS = {float: "d", np.float64: "d", int: "l"}
-"""The dtypes that NumPy makes of numbers, where they fit."""
+"""Dtypes to which NumPy converts numbers, if they fit."""
 
 
 def check_arithmetic(what: str, target: Target) -> None:
-    """Refuse arithmetic on bools."""
+    """Raise an error for arithmetic on bools."""
     if target.dtype.kind == "b":
         raise TypeError(
             f"{what}: the variable is of dtype bool, which has no arithmetic. Use assign with "

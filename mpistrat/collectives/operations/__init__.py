@@ -1,4 +1,4 @@
-"""Collective operations: one file for each, with its check, forward and backward pass on arrays.
+"""Collective operations: one file each, with its check, forward and backward pass on arrays.
 
 The replica context, its groups and the process group of PyTorch all use them.
 """
@@ -16,10 +16,10 @@ from mpistrat.collectives.reduction import dtype_name
 
 
 class Operation(ABC):
-    """A collective of arrays with its arguments; one object for each call."""
+    """A collective of arrays with its arguments; one object per call."""
 
     verbs = "moves", "Move"
-    """How errors say what it does to arrays, and what to do with the parts of others."""
+    """Verbs for errors: what it does to arrays, and what users should do with parts of others."""
 
     @property
     def has_gradient(self) -> bool:
@@ -36,16 +36,16 @@ class Operation(ABC):
     def backward(
         self, call: CollectiveCall, leaves: Sequence[int], gradients: Sequence[np.ndarray]
     ) -> list[np.ndarray]:
-        """Return the gradients of some `leaves` from those of their results. **Collective**."""
+        """Return the gradients of some `leaves` from their results' gradients. **Collective**."""
 
 
 def described(arrays: Sequence[Array]) -> tuple[object, ...]:
-    """Return dtypes and shapes for ranks to compare."""
+    """Return dtypes and shapes, which ranks compare."""
     return tuple((dtype_name(array.dtype), tuple(array.shape)) for array in arrays)
 
 
 def check_sendable(kind: str, arrays: Sequence[Array]) -> None:
-    """Refuse arrays of Python objects."""
+    """Raise for arrays of Python objects."""
     for array in arrays:
         if array.dtype.hasobject:
             raise TypeError(f"{kind}: an array of dtype object cannot be sent.")

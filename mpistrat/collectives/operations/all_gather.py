@@ -25,22 +25,22 @@ class AllGather(Operation):
 
     axis: int
     shapes: list[tuple[int, ...]] = field(default_factory=list)
-    """Of the arrays of this rank."""
+    """Shapes of this rank's arrays."""
 
     verbs = "concatenates", "Gather"
 
     @classmethod
     def parse(cls, kind: str, axis: Any) -> AllGather:
-        """Return it for arguments as users give them."""
+        """Return the operation for arguments as users pass them."""
         return cls(as_integer(f"{kind}: axis", axis))
 
     def forward(
         self, call: CollectiveCall, arrays: Sequence[Array], structure: object = ()
     ) -> list[Array]:
         """Concatenate each array over ranks, in rank order. **Collective**."""
-        # Dtypes must agree, except for the width of text, and shapes except for their length along
-        # the axis; if shapes do not, every rank raises a `ValueError` and the strategy stays
-        # usable.
+        # Dtypes must agree, except for the width of strings, and shapes must agree, except for
+        # their length along the axis. If shapes do not agree, every rank raises a `ValueError` and
+        # the strategy stays usable.
         check_sendable(call.kind, arrays)
         dtypes = tuple(_name_without_width(array.dtype) for array in arrays)
         call.agree(f"axis {self.axis}", dtypes, structure)
@@ -53,7 +53,8 @@ class AllGather(Operation):
         # Every rank has the shapes of all, so all raise the same error here and stay in step.
         for plan in plans:
             plan.check(call.kind, call.channel.place)
-        # Text arrays may differ in width. Bytes travel, so all must have one width first.
+        # Arrays of strings may differ in width. They are sent as bytes, so all must have one width
+        # first.
         widest = [max(width for _, width in each) for each in of_ranks]
         with call.moving():
             flat = [
@@ -115,8 +116,8 @@ def gather_flat(
     counts: Sequence[Sequence[int]],
     out: Sequence[np.ndarray | None] | None = None,
 ) -> list[np.ndarray]:
-    """Return each of the 1-d `parts` of all ranks, written to `out`, if given. **Collective**."""
-    # The ranks agree already. `counts` are the lengths by rank, of each part.
+    """Return each of the 1-d `parts` of all ranks, in `out` if it is passed. **Collective**."""
+    # The ranks have agreed already. `counts` are the lengths by rank, of each part.
     gathered = []
     with call.moving():
         for part, of_ranks, target in zip(parts, counts, out or [None] * len(parts), strict=True):
@@ -127,7 +128,7 @@ def gather_flat(
 
 
 def _length(array: Array, axis: int) -> int | None:
-    """Return the length along `axis`, ``None`` where there is no such axis."""
+    """Return the length along `axis`, ``None`` if there is no such axis."""
     shape = np.shape(array)
     return shape[axis] if -len(shape) <= axis < len(shape) else None
 

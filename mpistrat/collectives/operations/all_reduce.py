@@ -31,7 +31,7 @@ from mpistrat.values import IndexedSlices, localize
 _ndarray = np.ndarray
 _NUMBERS = (int, float)
 _NO_NESTS = (_ndarray, *_NUMBERS)
-"""What is reduced most often, and surely holds no tensors."""
+"""The most frequent types, which cannot contain tensors."""
 _OPS = (str, ReduceOp)
 
 
@@ -52,7 +52,7 @@ def all_reduce(
         if known is not None and source is not None:
             result = known.all_reduce(source, out)
             # Otherwise the fast path has found something unusual, before anything was sent. The
-            # call below begins again.
+            # call below starts again.
             if result is not None:
                 return result[()] if is_number else result
     with collectives.call("all_reduce", options=options) as call:
@@ -89,7 +89,7 @@ def _all_reduce_tensors(
 
 def _all_reduce_into(call: CollectiveCall, op: ReduceOp, nest: Any, out: Any) -> Any:
     """Reduce each leaf of `nest` over replicas into the same leaf of `out`. **Collective**."""
-    # The ranks need not agree on `out`: what travels is the same without it.
+    # The ranks need not agree on `out`: the messages are the same without it.
     leaves, structure = nests.flatten(localize(nest))
     targets, structure_of_out = nests.flatten(localize(out))
     if structure_of_out != structure:
@@ -107,7 +107,7 @@ def _all_reduce_into(call: CollectiveCall, op: ReduceOp, nest: Any, out: Any) ->
         rank = f"on {call.channel.place()}"
         _check(call.kind, what, rank, op, array, target)
     direct = None
-    # Replicas of one rank may bring memory of each other: none is written to before all is read.
+    # Replicas of one rank may pass each other's memory: nothing is written before all is read.
     if not call.channel.shares_memory and _can_reduce_into(arrays, targets):
         arrays, direct = list(map(in_memory_of, arrays, targets)), targets
     results = call.all_reduce(op, arrays, nests.signature(structure), out=direct)
@@ -119,7 +119,7 @@ def _all_reduce_into(call: CollectiveCall, op: ReduceOp, nest: Any, out: Any) ->
 
 
 def _check(kind: str, what: str, rank: str, op: ReduceOp, array: Array, target: Any) -> None:
-    """Refuse a `target` that the reduction of `array` does not fit."""
+    """Raise if the reduction of `array` does not fit `target`."""
     if not is_array(target) or is_tensor(target):
         raise TypeError(
             f"{kind}: {what} must be an array, but is {target!r} of type "
@@ -142,9 +142,9 @@ def _can_reduce_into(arrays: Sequence[Array], targets: Sequence[Any]) -> bool:
 
 
 def _source_for(array: np.ndarray, target: object) -> np.ndarray | None:
-    """Return a plain `array`, as `target` if that is its memory; ``None`` if it may not go there.
+    """Return a plain `array`, as `target` if it has the same memory; ``None`` if it does not fit.
 
-    The fit of `target` is not known yet.
+    `target` has not been checked before.
     """
     if target is array:
         return array if array.flags.writeable else None
@@ -156,7 +156,7 @@ def _source_for(array: np.ndarray, target: object) -> np.ndarray | None:
         or not target.flags.writeable
     ):
         return None
-    # As `are_apart` and `in_memory_of`, for two arrays of one length in C order.
+    # The same check as `are_apart` and `in_memory_of`, for two arrays of equal length in C order.
     distance = abs(address_of(array) - address_of(target))
     if not distance:
         return target
@@ -171,14 +171,14 @@ def pull_back_all_reduce(
     gradients: Sequence[Array],
     structure: str = "",
 ) -> list[Array]:
-    """Return the gradients with respect to `values` from those to `results`. **Collective**."""
+    """Return the gradients for `values` from the gradients for `results`. **Collective**."""
     for value, result, gradient in zip(values, results, gradients, strict=True):
         if not np.shape(value) == np.shape(result) == np.shape(gradient):
             raise ValueError(
                 f"{call.kind}: the value, the result and its gradient must have one shape, but "
                 f"have {np.shape(value)}, {np.shape(result)} and {np.shape(gradient)}."
             )
-    # What travels is a SUM for most of them, so the forward reduction is compared too.
+    # Most messages are a SUM, so the ranks compare the forward reduction too.
     details = (op.name, structure)
     if op in (ReduceOp.SUM, ReduceOp.MEAN):
         return call.all_reduce(op, gradients, details)
@@ -194,8 +194,8 @@ def _pull_back_extreme(
     gradients: Sequence[Array],
     details: object,
 ) -> list[Array]:
-    """Give the gradient to the extremal element; replicas that tie share it."""
-    # NaN is extremal wherever there is one, and equals no other.
+    """Pass the gradient to the extremal element; replicas that tie share it."""
+    # NaN is extremal wherever it occurs, and is not equal to any other NaN.
     chosen = [
         ((value == result) | ((value != value) & (result != result))).astype(gradient.dtype)
         for value, result, gradient in zip(values, results, gradients, strict=True)
@@ -209,8 +209,8 @@ def _pull_back_product(
     call: CollectiveCall, values: Sequence[Array], gradients: Sequence[Array], details: object
 ) -> list[Array]:
     """Multiply the gradient by the product of the other replicas' values."""
-    # Dividing the product by a value would fail at zeros, so these are counted apart: one zero
-    # leaves a gradient to its own replica alone, two leave none.
+    # Dividing the product by a value would fail at zeros, so zeros are counted separately: with one
+    # zero, only its own replica has a gradient; with two, none has.
     xps = [namespace_of(value) for value in values]
     is_zero = [value == 0 for value in values]
     replaced = [

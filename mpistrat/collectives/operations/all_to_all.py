@@ -1,4 +1,4 @@
-"""All-to-all: part k of the arrays of each rank goes to rank k."""
+"""All-to-all: part k of each rank's arrays is sent to rank k."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class AllToAll(Operation):
 
     @classmethod
     def parse(cls, split_axis: Any, concat_axis: Any) -> AllToAll:
-        """Return it for arguments as users give them."""
+        """Return the operation for arguments as users pass them."""
         return cls(
             as_integer("all_to_all: split_axis", split_axis),
             as_integer("all_to_all: concat_axis", concat_axis),
@@ -39,7 +39,7 @@ class AllToAll(Operation):
     def forward(
         self, call: CollectiveCall, arrays: Sequence[Array], structure: object = ()
     ) -> list[Array]:
-        """Exchange the parts, whose shapes the ranks tell each other first. **Collective**."""
+        """Exchange the parts, after the ranks have exchanged the shapes. **Collective**."""
         check_sendable(call.kind, arrays)
         axes = [
             (
@@ -72,7 +72,7 @@ class AllToAll(Operation):
     def backward(
         self, call: CollectiveCall, leaves: Sequence[int], gradients: Sequence[np.ndarray]
     ) -> list[np.ndarray]:
-        """Send the gradients the way back. **Collective**."""
+        """Send the gradients back to where the parts came from. **Collective**."""
         call.agree(len(leaves))
         return [
             self.routes[leaf].reverse().travel(call, gradient)
@@ -88,9 +88,9 @@ def exchange_flat(
     out: np.ndarray | None = None,
     is_even: bool = False,
 ) -> np.ndarray:
-    """Send each rank its elements of a 1-d `buffer`, and return those that come. **Collective**."""
-    # The ranks agree already. `out` is what is returned; `is_even` says that all ranks send each
-    # other equally many elements.
+    """Send each rank its elements of a 1-d `buffer`; return the received ones. **Collective**."""
+    # The ranks have agreed already. `out` is the returned array; `is_even` says that every rank
+    # sends the same number of elements to every other rank.
     with call.moving():
         call.note_moved(buffer.nbytes, "all_to_all")
         received = call.channel.transport.all_to_all(buffer, counts, incoming, out, is_even)
@@ -100,13 +100,13 @@ def exchange_flat(
 
 @dataclass(frozen=True)
 class Route:
-    """How the parts of one array travel: cut along one axis, and joined along another."""
+    """How the parts of one array are sent: cut along one axis, and joined along another."""
 
     shape: tuple[int, ...]
-    """Of the array that leaves this rank."""
+    """Shape of the array that this rank sends."""
     split_axis: int
     lengths: Sequence[int]
-    """Of the part for each rank."""
+    """Lengths of the parts for each rank."""
     concat_axis: int
     incoming: Sequence[tuple[int, ...]]
     """The shape of the part from each rank."""
@@ -118,7 +118,7 @@ class Route:
 
     @property
     def result_shape(self) -> tuple[int, ...]:
-        """The shape of what the parts from all ranks form."""
+        """The shape of the array that the parts from all ranks form."""
         total = sum(shape[self.concat_axis] for shape in self.incoming)
         return _with_length(self.incoming[0], self.concat_axis, total)
 
@@ -129,7 +129,7 @@ class Route:
         return Route(self.result_shape, self.concat_axis, lengths, self.split_axis, self.outgoing)
 
     def travel(self, call: CollectiveCall, array: np.ndarray) -> np.ndarray:
-        """Send the parts of `array`, and return those that come, joined. **Collective**."""
+        """Send the parts of `array`, and return the received ones, joined. **Collective**."""
         whole, slices = native(array), consecutive(self.lengths)
         parts = [whole[_along(self.split_axis, part)] for part in slices]
         buffer = np.concatenate([part.reshape(-1) for part in parts])
@@ -143,12 +143,12 @@ class Route:
 
 
 def _check_other_axes(call: CollectiveCall, shapes: Sequence[tuple[int, ...]], axis: int) -> None:
-    """Refuse arrays of the ranks that differ along other axes than `axis`, naming all ranks."""
+    """Raise if the ranks' arrays differ along other axes than `axis`; the error names all ranks."""
     others = [(len(shape), *shape[:axis], *shape[axis + 1 :]) for shape in shapes]
     if len(set(others)) == 1:
         return
     channel = call.channel
-    noun = channel.place().partition(" ")[0]  # a rank, or one of several replicas of a rank
+    noun = channel.place().partition(" ")[0]  # "rank", or "replica" if a rank has several
     lines = [
         f"  {rank_list(channel.names(ranks)).replace('rank', noun, 1)}: {shape}"
         for shape, ranks in ranks_by_value(enumerate(shapes)).items()

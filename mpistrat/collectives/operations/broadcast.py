@@ -20,17 +20,17 @@ from mpistrat.options import ReduceOp
 
 @dataclass
 class FromRoot(Operation):
-    """An operation on the arrays of one rank, whose shapes and dtypes the others have learned."""
+    """An operation on the arrays of one rank, whose shapes and dtypes other ranks have learned."""
 
     root: int
 
     @classmethod
     def parse(cls, root: Any, size: int) -> FromRoot:
-        """Return it for arguments as users give them."""
+        """Return the operation for arguments as users pass them."""
         return cls(as_integer(f"{cls.__name__.lower()}: root", root, 0, size - 1))
 
     def check(self, call: CollectiveCall, arrays: Sequence[Array]) -> None:
-        """Refuse arrays for which ranks that pass ``None`` cannot make room."""
+        """Raise for arrays for which ranks that pass ``None`` cannot allocate memory."""
         check_sendable(call.kind, arrays)
         for array in arrays:
             dtype = np.dtype(array.dtype)
@@ -57,7 +57,7 @@ class Broadcast(FromRoot):
         out: Sequence[np.ndarray] | None = None,
     ) -> list[Array]:
         """Copy the arrays of the root, once the ranks agree on their shapes. **Collective**."""
-        # `out` are contiguous arrays of the host; on the root they are the `arrays`.
+        # `out` are contiguous arrays on the host; on the root they are the `arrays`.
         is_root = call.channel.rank == self.root
         results = []
         with call.moving():
@@ -78,14 +78,14 @@ class Broadcast(FromRoot):
     def backward(
         self, call: CollectiveCall, leaves: Sequence[int], gradients: Sequence[np.ndarray]
     ) -> list[np.ndarray]:
-        """Give the sum to the root, and zeros to the others. **Collective**."""
+        """Return the sum on the root, and zeros on the other ranks. **Collective**."""
         reduced = call.reduce(ReduceOp.SUM, gradients, self.root)
         return [np.zeros_like(each) for each in gradients] if reduced is None else reduced
 
 
 def broadcast(call: CollectiveCall, array: Array, *details: object, root: int = 0) -> Array:
     """Return the `array` of `root` on every rank, in its own memory. **Collective**."""
-    # Shape and dtype must agree over ranks, and `details` too.
+    # The ranks must agree on shape, dtype and `details`.
     call.agree(f"from rank {root}", *described([array]), *details)
     return Broadcast(root).forward(call, [array])[0]
 
@@ -93,7 +93,7 @@ def broadcast(call: CollectiveCall, array: Array, *details: object, root: int = 
 def broadcast_each(
     call: CollectiveCall, buffers: Sequence[np.ndarray], roots: Sequence[int]
 ) -> None:
-    """Overwrite each of `buffers` with that of its root, once agreed. **Collective**."""
+    """Overwrite each of `buffers` with its root's buffer, once agreed. **Collective**."""
     with call.moving():
         call.channel.transport.broadcast_each(buffers, roots)
     call.show_received(buffers)

@@ -26,18 +26,18 @@ class ReduceScatter(Operation):
 
     @classmethod
     def parse(cls, op: ReduceOpLike, axis: Any) -> ReduceScatter:
-        """Return it for arguments as users give them."""
+        """Return the operation for arguments as users pass them."""
         return cls(ReduceOp.parse(op), as_integer("reduce_scatter: axis", axis))
 
     @property
     def has_gradient(self) -> bool:
-        """Whether the reduction adds up."""
+        """Whether the reduction is a sum or a mean."""
         return self.op in (ReduceOp.SUM, ReduceOp.MEAN)
 
     def forward(
         self, call: CollectiveCall, arrays: Sequence[Array], structure: object = ()
     ) -> list[Array]:
-        """Reduce as all_reduce does, and keep the own part. **Collective**."""
+        """Reduce as all_reduce does, and keep this rank's part. **Collective**."""
         axes = [axis_of(call, "axis", self.axis, array) for array in arrays]
         reduced = call.all_reduce(self.op, arrays, (structure, f"axis {self.axis}"))
         results = []

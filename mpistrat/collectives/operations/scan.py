@@ -19,7 +19,7 @@ from mpistrat.options import ReduceOp, ReduceOpLike
 from mpistrat.sharding import cut
 
 _PIECE_BYTES = 2**20
-"""A scan passes long arrays on in pieces, so that all ranks work at a time."""
+"""Bytes of the pieces in which a scan sends long arrays, so that all ranks work in parallel."""
 
 
 @dataclass
@@ -29,11 +29,11 @@ class Scan(Operation):
     op: ReduceOp
     is_exclusive: bool
     is_reversed: bool = False
-    """Whether it begins at the last rank."""
+    """Whether the scan begins at the last rank."""
 
     @classmethod
     def parse(cls, op: ReduceOpLike, exclusive: Any) -> Scan:
-        """Return it for arguments as users give them."""
+        """Return the operation for arguments as users pass them."""
         parsed = ReduceOp.parse(op)
         if parsed is ReduceOp.MEAN:
             raise ValueError("scan: MEAN has no meaning for a part of the ranks. Use SUM.")
@@ -41,13 +41,13 @@ class Scan(Operation):
 
     @property
     def has_gradient(self) -> bool:
-        """Whether the reduction adds up."""
+        """Whether the reduction is a sum."""
         return self.op is ReduceOp.SUM
 
     def forward(
         self, call: CollectiveCall, arrays: Sequence[Array], structure: object = ()
     ) -> list[Array]:
-        """Fold what comes from the rank before, and pass it on. **Collective**."""
+        """Combine the array from the previous rank, and pass it on. **Collective**."""
         dtypes = [np.dtype(array.dtype) for array in arrays]
         wires = [wire_dtype(self.op, dtype) for dtype in dtypes]
         how = f"{self.op.name}, {'exclusive' if self.is_exclusive else 'inclusive'}"
@@ -64,11 +64,11 @@ class Scan(Operation):
         return results
 
     def _fold(self, call: CollectiveCall, own: np.ndarray, first: Any) -> np.ndarray:
-        """Return what comes from the ranks before, folded with `own` or not. **Collective**."""
+        """Return the reduction of earlier ranks, with `own` unless exclusive. **Collective**."""
         call.note_moved(own.nbytes, "scan")
         if not self.is_reversed:
             return self._fold_forwards(call, own, first)
-        # Replicas of one rank run in order, so what comes later goes to the front first.
+        # Replicas of one rank run in order, so for the reverse order the arrays are mirrored first.
         return _mirrored(call, self._fold_forwards(call, _mirrored(call, own), first))
 
     def _fold_forwards(self, call: CollectiveCall, own: np.ndarray, first: Any) -> np.ndarray:
@@ -86,7 +86,7 @@ class Scan(Operation):
             else:
                 came = np.full_like(folded, first)
             if rank + 1 < size:
-                # Before the result of this part is stored, so that the next rank can begin.
+                # Sent before the result of this part is stored, so that the next rank can begin.
                 transport.send(folded, rank + 1)
             result[part] = came if self.is_exclusive else folded
         return result
@@ -100,7 +100,7 @@ class Scan(Operation):
 
 
 def _mirrored(call: CollectiveCall, own: np.ndarray) -> np.ndarray:
-    """Return the array of the rank that is as far from the last as this is from the first."""
+    """Return the array of the mirror rank: as far from the last as this rank is from the first."""
     size = call.channel.size
     counts = [0] * size
     counts[size - 1 - call.channel.rank] = own.size

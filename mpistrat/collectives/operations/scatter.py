@@ -1,4 +1,4 @@
-"""Scatter: part k of the arrays of one rank goes to rank k."""
+"""Scatter: part k of one rank's arrays is sent to rank k."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Scatter(FromRoot):
     """`ReplicaContext.scatter`, along axis 0."""
 
     shapes: list[tuple[int, ...]] = field(default_factory=list)
-    """Of the whole arrays."""
+    """Shapes of the whole arrays."""
 
     def check(self, call: CollectiveCall, arrays: Sequence[Array]) -> None:
-        """Refuse what cannot be moved, before the ranks agree."""
+        """Raise for arrays that cannot be sent, before the ranks agree."""
         super().check(call, arrays)
         for array in arrays:
             axis_of(call, "axis", 0, array)
@@ -33,7 +33,7 @@ class Scatter(FromRoot):
     def forward(
         self, call: CollectiveCall, arrays: Sequence[Array], structure: object = ()
     ) -> list[Array]:
-        """Move the rows of the root, whose shapes are known. **Collective**."""
+        """Send the rows of the root, whose shapes are known. **Collective**."""
         self.shapes = [tuple(array.shape) for array in arrays]
         results = []
         for array, shape in zip(arrays, self.shapes, strict=True):
@@ -48,7 +48,7 @@ class Scatter(FromRoot):
     def backward(
         self, call: CollectiveCall, leaves: Sequence[int], gradients: Sequence[np.ndarray]
     ) -> list[np.ndarray]:
-        """Gather the gradients on the root, and give zeros to the others. **Collective**."""
+        """Gather the gradients on the root, and return zeros on other ranks. **Collective**."""
         call.agree(len(leaves))
         results = []
         for leaf, gradient in zip(leaves, gradients, strict=True):
@@ -60,13 +60,13 @@ class Scatter(FromRoot):
         return results
 
     def _counts(self, call: CollectiveCall, shape: tuple[int, ...]) -> tuple[list[int], list[int]]:
-        """Return how many elements of an array this rank sends to each one, and gets from each."""
+        """Return how many elements of an array this rank sends to each rank, and gets from each."""
         row_size = math.prod(shape[1:])
         lengths = part_lengths(shape[0], call.channel.size)
         return self.counts(call, [length * row_size for length in lengths])
 
     def counts(self, call: CollectiveCall, of_ranks: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Return what this rank sends and gets, where each rank gets one of `of_ranks`."""
+        """Return how many elements this rank sends and gets, if rank r gets ``of_ranks[r]``."""
         rank, nothing = call.channel.rank, [0] * call.channel.size
         incoming = nothing.copy()
         incoming[self.root] = of_ranks[rank]

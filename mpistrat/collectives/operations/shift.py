@@ -1,4 +1,4 @@
-"""Shift: the arrays of the rank some places before."""
+"""Shift: each rank gets the arrays of the rank `offset` places before it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Shift(Operation):
 
     @classmethod
     def parse(cls, offset: Any, periodic: Any, fill: Any) -> Shift:
-        """Return it for arguments as users give them."""
+        """Return the operation for arguments as users pass them."""
         if np.ndim(fill) != 0 or not is_number(fill if np.isscalar(fill) else np.asarray(fill)[()]):
             raise TypeError(f"shift: fill must be a number, not {fill!r}.")
         is_periodic = as_bool("shift: periodic", periodic)
@@ -36,7 +36,7 @@ class Shift(Operation):
     def forward(
         self, call: CollectiveCall, arrays: Sequence[Array], structure: object = ()
     ) -> list[Array]:
-        """Move whole arrays, or fill them where none comes. **Collective**."""
+        """Send whole arrays, or fill them if no rank sends one. **Collective**."""
         check_sendable(call.kind, arrays)
         fills = [_filling(self.fill, array.dtype.newbyteorder("=")) for array in arrays]
         shown = " and ".join(dict.fromkeys(map(str, fills)))
@@ -54,7 +54,7 @@ class Shift(Operation):
             sent = native(host_view(array)).reshape(-1)
             counts = [sent.size if each == target else 0 for each in range(size)]
             incoming = [sent.size if each == source else 0 for each in range(size)]
-            # Also on ranks that send or get nothing: the exchange is collective.
+            # Also on ranks that send or receive nothing, because the exchange is collective.
             came = exchange_flat(call, sent[: sum(counts)], counts, incoming)
             if not 0 <= source < size:
                 came = np.full(sent.size, fill, fill.dtype)
@@ -64,12 +64,12 @@ class Shift(Operation):
     def backward(
         self, call: CollectiveCall, leaves: Sequence[int], gradients: Sequence[np.ndarray]
     ) -> list[np.ndarray]:
-        """Shift the gradients back; nothing comes from beyond the ends. **Collective**."""
+        """Shift the gradients back; beyond the ends they are zero. **Collective**."""
         return Shift(-self.offset, self.is_periodic, 0).forward(call, gradients, "gradient")
 
 
 def _filling(fill: Any, dtype: np.dtype) -> np.ndarray:
-    """Return the number `fill` as an array of `dtype`, which must have it."""
+    """Return the number `fill` as an array of `dtype`, which must be able to hold it."""
     made = np.zeros((), dtype)
     if not (dtype.kind in "biufc" or is_floating(dtype)):
         fits = fill == 0
@@ -77,7 +77,7 @@ def _filling(fill: Any, dtype: np.dtype) -> np.ndarray:
         try:
             with np.errstate(all="ignore"):
                 made[...] = fill
-            # Floats round what they cannot hold, integers would wrap.
+            # Floats round numbers that they cannot hold, integers would wrap.
             fits = dtype.kind not in "biu" or bool(made == fill)
         except (TypeError, ValueError, OverflowError):
             fits = False

@@ -1,1 +1,1 @@
-"""HDF5 as a source of examples."""
+"""HDF5 files as sources of examples."""

@@ -1,6 +1,7 @@
-"""Files like the first one, of which there may be thousands.
+"""Files with the same fields as the first one, of which there may be thousands.
 
-Only their lengths and places are read, or received from the rank that has read them.
+Only their lengths and the places of their chunks are read, or received from a rank that has read
+them.
 """
 
 from __future__ import annotations
@@ -29,25 +30,25 @@ from mpistrat.data.hdf5.locate import Kind, Located
 
 @dataclass(frozen=True)
 class _Dataset:
-    """What is the same in a dataset of the first file and of one that is like it."""
+    """The properties that a dataset must have in all files."""
 
     place: str
     links: tuple[bytes, ...]
-    """The beginnings of `place`, up to all of it: each must be the name of an object here."""
+    """The beginnings of `place`, up to all of it: each must be a hard link to an object."""
     type: Any
-    """The type of HDF5."""
+    """The HDF5 type."""
     row_shape: tuple[int, ...]
     layout: int
-    """Such as ``h5d.CONTIGUOUS``."""
+    """The HDF5 layout, such as ``h5d.CONTIGUOUS``."""
     filters: tuple[int, ...]
 
     @classmethod
     def of(cls, file: Any, place: str) -> _Dataset | None:
-        """Return a dataset of an open file; ``None`` if others cannot be compared with it."""
+        """Return the properties of a dataset; ``None`` if others cannot be compared with it."""
         dataset, names = file[place], parts_of(place)
         node = dataset.id
         kind = node.get_type()
-        # Text of any length and named types belong to their file.
+        # Types of variable-length text and named types belong to their file.
         if node.dtype.hasobject or kind.committed():
             return None
         properties = node.get_create_plist()
@@ -56,14 +57,14 @@ class _Dataset:
         return cls(place, links, kind, node.shape[1:], properties.get_layout(), filters)
 
     def open(self, file: Any) -> Any:
-        """Return the dataset of another open file, on the low level; ``None`` if it differs."""
+        """Return the low-level dataset of a different open file; ``None`` if it differs."""
         h5py, links = hdf5.h5py(), file.id.links
         try:
             # A soft or external link may lead to a different place in each file.
             if any(links.get_info(link).type != h5py.h5l.TYPE_HARD for link in self.links):
                 return None
             node = h5py.h5d.open(file.id, self.links[-1])
-        except (KeyError, OSError, RuntimeError, ValueError):  # what is wrong is said elsewhere
+        except (KeyError, OSError, RuntimeError, ValueError):  # `locate` raises the error
             return None
         properties, shape = node.get_create_plist(), node.shape
         is_same = (
@@ -80,11 +81,11 @@ class _Dataset:
 
 @dataclass(frozen=True)
 class Template:
-    """The fields of the first file, where they are plain rows."""
+    """The fields of the first file, if they are plain rows, to compare other files with."""
 
     columns: tuple[Column, ...]
     layouts: tuple[ColumnLayout, ...]
-    """Those of the columns in the first file."""
+    """The layouts of the columns in the first file."""
     datasets: tuple[_Dataset, ...]
 
     @classmethod
@@ -95,7 +96,7 @@ class Template:
         columns: Sequence[Column],
         layouts: Sequence[ColumnLayout],
     ) -> Template | None:
-        """Return the fields of an open file; ``None`` if others must be looked at as this one."""
+        """Return the fields of an open file; ``None`` if each file must be located in full."""
         if any(e.kind is not Kind.ROWS or e.axis or e.others or e.left_out for e in located):
             return None
         places = dict.fromkeys(each.path for each in located)
@@ -134,7 +135,7 @@ def layouts_to_json(
 ) -> list[Any] | None:
     """Return the layouts of a file as JSON values.
 
-    ``None`` if they cannot be told from those of the `first` file.
+    ``None`` if the layouts of the `first` file are not sufficient to restore the rest.
     """
     values = [_to_json(each, of_first) for each, of_first in zip(layouts, first, strict=True)]
     return None if None in values else values
@@ -143,10 +144,10 @@ def layouts_to_json(
 def layouts_from_json(
     values: Sequence[Any], first: Sequence[ColumnLayout]
 ) -> tuple[ColumnLayout, ...] | None:
-    """Return what `layouts_to_json` has made to JSON values.
+    """Return the layouts from the JSON values of `layouts_to_json`.
 
     `first` are the layouts of the first file, which this rank has opened. ``None`` if this rank
-    reads files in a different way, so that it must open each.
+    reads files in a different way and must open each file itself.
     """
     if len(values) != len(first):
         return None
@@ -196,7 +197,7 @@ def _from_json(values: Mapping[str, Any], first: ColumnLayout) -> ColumnLayout |
 
 
 def _emptied(chunks: Chunks | None) -> Any:
-    """Return what must be the same in all files: all but the places."""
+    """Return the attributes that must be the same in all files: all but places and decoder."""
     return chunks and (type(chunks), {**vars(chunks), "places": None, "decoder": None})
 
 

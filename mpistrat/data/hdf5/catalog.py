@@ -41,25 +41,25 @@ from mpistrat.errors import DataError
 from mpistrat.system.callsite import users_stacklevel
 
 Known = Mapping[str, Any]
-"""What another rank knows of the files, as `Catalog.known` gives it."""
+"""The catalog of a different rank as JSON values, as returned by `Catalog.known`."""
 
 
 @dataclass(frozen=True)
 class Catalog:
-    """Several files as one sequence of examples."""
+    """The contents of several files as one sequence of examples."""
 
     columns: tuple[Column, ...]
     singles: tuple[Single, ...]
     outputs: tuple[Output, ...]
     structure: nests.Structure
-    """The nest that the outputs form."""
+    """The structure of the nest of all outputs."""
     files: tuple[FileEntry, ...]
     is_live: bool = False
-    """Whether the files are being written, by SWMR."""
+    """Whether a program is writing the files, with SWMR."""
 
     @cached_property
     def offsets(self) -> np.ndarray:
-        """Number of the first example of each file, and at the end the number of examples."""
+        """Number of the first example of each file; the last entry is the number of examples."""
         return np.cumsum([0, *(file.num_rows for file in self.files)])
 
     @cached_property
@@ -69,7 +69,7 @@ class Catalog:
 
     @cached_property
     def widest(self) -> int:
-        """Number of the column with the largest rows, which cost most to read and decode."""
+        """Number of the column with the largest rows, which take longest to read and decode."""
         return int(np.argmax(self.row_sizes))
 
     @property
@@ -78,8 +78,8 @@ class Catalog:
         return sum(self.row_sizes) + sum(single.bytes_per_example for single in self.singles)
 
     def rows_per_chunk(self, file: FileEntry) -> int:
-        """Return how many examples of a file are read together, which their order depends on."""
-        # The same whether matches are read by their places or by HDF5.
+        """Return how many examples of a file are read together; the order depends on it."""
+        # The result must not depend on whether matches are read by their places or by HDF5.
         sizes = [
             (size, not c.is_matches) for size, c in zip(self.row_sizes, self.columns, strict=True)
         ]
@@ -91,7 +91,7 @@ class Catalog:
         return file.layouts[sizes.index((widest_rows, True))].rows_per_chunk
 
     def row_lengths(self) -> np.ndarray | None:
-        """Return the common length of the arrays of each example; ``None`` if they do not tell."""
+        """Return the common length of the arrays of each example; ``None`` if it is not stored."""
         found: list[np.ndarray] = []
         for output in self.outputs:
             length = output.spec.shape[0] if output.spec.shape else None
@@ -116,12 +116,12 @@ class Catalog:
 
     @property
     def known(self) -> Known:
-        """What other ranks need not find out for themselves, as JSON values."""
+        """The results that other ranks can use instead of opening the files, as JSON values."""
         return {"listings": self._listings, "files": self._files}
 
     @property
     def _files(self) -> list[Any]:
-        """Of each file that differs from the first one only in length, what else is known of it."""
+        """Stamps, length and layouts of each file; empty if files may differ in more than that."""
         have_rows = all(single.kind is Kind.ROWS for single in self.singles)
         if self.is_live or not have_rows or any(each.is_matches for each in self.columns):
             return []
@@ -134,7 +134,7 @@ class Catalog:
 
     @property
     def _listings(self) -> dict[str, list[Any]]:
-        """The listings of all files, by the text of their field."""
+        """The listings of all files, by the name of their field."""
         found: dict[str, list[Any]] = {}
         for file in self.files:
             for text, listing in file.listings.items():
@@ -157,26 +157,26 @@ class Catalog:
 
 
 _ROWS_OF_TEXT = 64
-"""Rows of any length are shuffled so many at a time: they lie near each other in the file."""
+"""Number of rows of any length that are shuffled together: they are stored near each other."""
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """One file."""
+    """The contents of one file."""
 
     path: str
     num_rows: int
     layouts: tuple[ColumnLayout, ...]
     """The layouts of the columns."""
     listings: dict[str, Listing]
-    """Of fields with ``*``, by their text."""
+    """The listings of fields with ``*``, by the name of the field."""
     stamps: dict[str, tuple[int, ...]]
-    """What `_stamp_of` gave of each file with data of the fields, before they were looked at."""
+    """The `_stamp_of` each file with data of the fields, taken before the file was read."""
     is_live: bool = False
 
     @property
     def stamp(self) -> tuple[int, ...]:
-        """What `_stamp_of` gave of the file itself."""
+        """The stamp of the file itself."""
         return self.stamps[self.path]
 
     def changed_path(self) -> str | None:
@@ -188,7 +188,7 @@ class FileEntry:
 
 
 def _resolve_paths(patterns: Sequence[str]) -> list[str]:
-    """Return the files of paths and glob patterns; those of a pattern sorted by name."""
+    """Return the files of paths and glob patterns; the files of a pattern are sorted by name."""
     paths: list[str] = []
     for pattern in patterns:
         # The name of a file may itself contain characters of a pattern.
@@ -205,7 +205,7 @@ def _resolve_paths(patterns: Sequence[str]) -> list[str]:
 
 
 def _stamp_of(path: str, is_live: bool) -> tuple[int, ...]:
-    """Return what changes when a file is written to or replaced; when it is live, replaced."""
+    """Return a stamp that changes if a file is written or replaced; for live files, if replaced."""
     status = os.stat(path)
     # The size and time of a file change with each write. A new inode means that it was replaced.
     if is_live:
@@ -216,7 +216,7 @@ def _stamp_of(path: str, is_live: bool) -> tuple[int, ...]:
 def read_catalog(
     patterns: Sequence[str], fields: Any, known: Known | None = None, is_live: bool = False
 ) -> Catalog:
-    """Return what the files of paths and glob patterns contain; each is opened once."""
+    """Return the catalog of the files of paths and glob patterns; each file is opened once."""
     paths = _resolve_paths(patterns)
     given, structure = nests.flatten(fields)
     names = list(map(as_field, given)) if fields is not None else []
@@ -233,7 +233,7 @@ def read_catalog(
             files.append(entry)
             continue
         with hdf5.opened_for_reading(path, is_live) as file, _naming(path):
-            # Before anything is read, so that a change from here on is noticed.
+            # The stamp is taken before anything is read, so that later changes are noticed.
             stamp = _stamp_of(path, is_live)
             alike = template.entry(file, path) if template is not None else None
             if alike is not None:
@@ -282,7 +282,7 @@ def read_catalog(
 
 @contextlib.contextmanager
 def _naming(path: str) -> Iterator[None]:
-    """Raise what HDF5 finds within the ``with`` block as an error that names the file."""
+    """Turn errors of HDF5 within the ``with`` block into a DataError that names the file."""
     try:
         yield
     except DataError:
@@ -305,7 +305,7 @@ def _top_level_fields(file: Any, path: str) -> tuple[list[Field], nests.Structur
         if not hasattr(found, "shape"):
             continue
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # they come again when the field is read
+            warnings.simplefilter("ignore")  # the warnings are repeated when the field is read
             try:
                 left_out += locate(file, path, Field(name), is_literal=True).left_out
             except DataError as error:
@@ -333,16 +333,16 @@ def _top_level_fields(file: Any, path: str) -> tuple[list[Field], nests.Structur
 
 
 def _known_entry(path: str, values: Any, first: FileEntry) -> FileEntry | None:
-    """Return the entry of a file that another rank has opened, if it is the same file here."""
+    """Return the entry of a file from a rank that has opened it, if it is the same file here."""
     if values is None or values[3] is None:
         return None
     stamp, num_rows, others, layouts = values
     stamps = {path: tuple(stamp)} | {other: tuple(of_other) for other, *of_other in others}
     try:
         if any(_stamp_of(each, False) != stamp for each, stamp in stamps.items()):
-            return None  # such as this rank's own copy
+            return None  # for example, this rank has its own copy
     except OSError:
-        return None  # opening it says what is wrong
+        return None  # opening the file raises the error
     found = layouts_from_json(layouts, first.layouts)
     return None if found is None else FileEntry(path, num_rows, found, {}, stamps)
 
@@ -350,7 +350,7 @@ def _known_entry(path: str, values: Any, first: FileEntry) -> FileEntry | None:
 def _known(
     known: Known | None, number: int, field: Field, file: Any, stamp: tuple[int, ...]
 ) -> Listing | None:
-    """Return the listing that another rank has made of its copy of a file, if there is one."""
+    """Return the listing of a rank that has listed its copy of a file, if there is one."""
     of_files = (known or {}).get("listings", {}).get(shown(field))
     if of_files is None or number >= len(of_files):
         return None
@@ -358,7 +358,7 @@ def _known(
     listing = Listing.from_json(values)
     if tuple(own) == stamp or listing.is_of(file):
         return listing
-    # A copy whose datasets lie elsewhere is read by names.
+    # If the datasets of a copy have different offsets, they are read by name.
     return dataclasses.replace(listing, offsets=np.full(len(listing.names), -1))
 
 
@@ -378,7 +378,7 @@ def _check_same(
 
 
 def _kinds(located: Located) -> Any:
-    """Return what must be equal where shapes may differ: of strings the width may, too."""
+    """Return the properties that must be equal if shapes, and widths of strings, may differ."""
     leaves, structure = nests.flatten(located.leaves)
     kinds = [
         (leaf.members, "S" if leaf.dtype.kind == "S" else leaf.dtype, leaf.shape, leaf.form)

@@ -1,6 +1,6 @@
 """Chunk cache of a reader, the plan of its size, and the row cache of small fields.
 
-A *slot* is memory for one decoded chunk.
+A *slot* is the memory for one decoded chunk.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ from mpistrat.native import native_library
 from mpistrat.sharding import ceil_div
 
 _MIN_CAPACITY_BYTES = 2**25
-"""Decoded size of the chunks that are cached at least, of the field with the largest rows."""
+"""Smallest size of the cache of decoded chunks of the field with the largest rows."""
 
 _SMALL_FIELD_BYTES = 2**23
-"""The same of each other field."""
+"""Smallest size of the cache of each other field."""
 
 _ROW_CACHE_BYTES = 2**23
-"""So much of a dataset stays in memory over its passes: the smallest fields, often all of them."""
+"""The smallest fields of a dataset stay in memory for all passes, up to this many bytes. Often
+these are all fields."""
 
 _SMALL_SHARE = 0.02
-"""A cached field with at most this part of an example's bytes may be read in large blocks, of which
-every rank needs most."""
+"""A cached field with at most this part of an example's bytes is read in large blocks if it has
+no chunks, because every rank needs most of each block."""
 
 _SMALL_FIELD_BLOCK_BYTES = 2**20
 
@@ -49,11 +50,11 @@ class ChunkPlan:
     rows_of_file: np.ndarray
     """Length of each file."""
     rows_per_chunk: np.ndarray
-    """For each file."""
+    """Length of a chunk in each file."""
     is_cached: bool = False
-    """Whether its rows stay in a `RowCache` over passes."""
+    """Whether the rows stay in a `RowCache` for all passes."""
     num_slots: int = 0
-    """How many chunks a `ChunkCache` holds otherwise."""
+    """Number of chunks in the `ChunkCache`, if there is no `RowCache`."""
 
     @property
     def rows_per_slot(self) -> int:
@@ -62,7 +63,7 @@ class ChunkPlan:
 
     @property
     def num_chunks(self) -> int:
-        """Of all files together."""
+        """Number of chunks in all files together."""
         return int(self._first_chunk[-1])
 
     @cached_property
@@ -71,7 +72,7 @@ class ChunkPlan:
 
     def locate(self, files: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the chunk of each row, and its number within the chunk."""
-        if not files.ndim:  # one file, and NumPy divides by one number much faster
+        if not files.ndim:  # one file: NumPy divides much faster by a single number
             length = self._as_lists[1][int(files)]
             chunks = rows // length
             return chunks + self._as_lists[0][int(files)], rows - chunks * length
@@ -79,7 +80,7 @@ class ChunkPlan:
         return chunks + self._first_chunk[files], within
 
     def row_range(self, chunk: int) -> tuple[int, int, int]:
-        """Return the file of a chunk, its first row there and the row after its last."""
+        """Return the file of a chunk, its first row there and the row after its last row."""
         first_chunks, rows_per_chunk, rows_of_file = self._as_lists
         file = bisect.bisect_right(first_chunks, chunk) - 1
         start = (chunk - first_chunks[file]) * rows_per_chunk[file]
@@ -87,7 +88,7 @@ class ChunkPlan:
 
     @cached_property
     def _as_lists(self) -> tuple[list[int], list[int], list[int]]:
-        # One number is found in a list sooner than in an array.
+        # To find one number, a list is faster than an array.
         arrays = self._first_chunk, self.rows_per_chunk, self.rows_of_file
         first_chunks, rows_per_chunk, rows_of_file = map(np.ndarray.tolist, arrays)
         return first_chunks, rows_per_chunk, rows_of_file
@@ -106,12 +107,12 @@ def plan_fields(catalog: Catalog, window_rows: int) -> list[ChunkPlan]:
         if plan.is_cached:
             plans.append(plan)
             continue
-        # What is decoded counts, also where a few members of it are kept.
+        # The decoded size counts, even if only a few members of each row are kept.
         layouts = [file.layouts[field] for file in catalog.files]
         decoded_bytes = max(row_bytes, *(each.decoded_row_bytes for each in layouts))
         least_bytes = _MIN_CAPACITY_BYTES if field == catalog.widest else _SMALL_FIELD_BYTES
         num_slots = max(
-            # An eighth more than two windows, because partitions do not end with whole chunks.
+            # 9/8 of two windows, because partitions do not end with whole chunks.
             ceil_div(window_rows * 9, plan.rows_per_slot * 4),
             least_bytes // (plan.rows_per_slot * decoded_bytes + CHUNK_OVERHEAD_BYTES),
         )
@@ -120,9 +121,9 @@ def plan_fields(catalog: Catalog, window_rows: int) -> list[ChunkPlan]:
 
 
 def _cached_fields(catalog: Catalog) -> set[int]:
-    """Return the smallest fields, as many as may stay in memory."""
+    """Return the smallest fields, as many as fit into `_ROW_CACHE_BYTES`."""
     num_rows, sizes = int(catalog.offsets[-1]), catalog.row_sizes
-    # Of equal ones the widest last, whose chunks decide what is read ahead.
+    # Among equal sizes, the widest field is last, because its chunks decide what is read ahead.
     ascending = sorted(range(len(sizes)), key=lambda field: (sizes[field], field == catalog.widest))
     totals = itertools.accumulate(num_rows * sizes[field] for field in ascending)
     return {
@@ -138,26 +139,26 @@ def _block_rows(catalog: Catalog, file: int, field: int, cached: set[int]) -> in
     row_bytes = catalog.row_sizes[field]
     if field in cached and row_bytes <= _SMALL_SHARE * sum(catalog.row_sizes):
         return max(_SMALL_FIELD_BLOCK_BYTES // max(row_bytes, 1), 1)
-    # The rows of one chunk, which are needed together.
+    # As many rows as one chunk of the widest field has, because they are needed together.
     return layouts[catalog.widest].rows_per_chunk
 
 
 ChunkBuffers = Sequence[tuple[int, np.ndarray]]
-"""Numbers of chunks, and the rows that each is decoded into."""
+"""Numbers of chunks, and the array of rows that each is decoded into."""
 
 _TASK_BYTES = 2**22
-"""Chunks are decoded several at a time: handing a task over, and waiting for it, takes time."""
+"""Size of the chunks that one task decodes: starting a task, and waiting for it, takes time."""
 
 _ABSENT = -1
 
 _ONE = np.int32(1)
-"""Of the dtype of the counts, or NumPy would convert at each row."""
+"""Has the dtype of the counts, because NumPy would otherwise convert it for each row."""
 
 
 class ChunkCache:
-    """Decoded chunks, and those being decoded, each in a slot of one array, for one thread."""
+    """Chunks that are decoded or being decoded, each in a slot of one array, for one thread."""
 
-    # Chunks are decoded in the order in which they were announced, as far as there are slots that
+    # Chunks are decoded in the order in which they were announced, as long as there are slots that
     # no announced chunk needs.
 
     def __init__(
@@ -169,34 +170,34 @@ class ChunkCache:
         submit: Callable[[ChunkBuffers], Future[None]],
         num_helpers: int = 0,
     ) -> None:
-        # One block for all slots, so that rows of many chunks are copied by one list of places in
-        # it.
+        # All slots are in one block, so that one list of places is enough to copy rows of many
+        # chunks.
         self._block = _buffers.empty(num_slots * math.prod(slot_shape) * dtype.itemsize)
         self._memory = self._block.view(dtype).reshape(num_slots, *slot_shape)
         self._rows = self._memory.reshape(num_slots * slot_shape[0], *slot_shape[1:])
         self._library = native_library()
         self._num_helpers = num_helpers  # threads that copy rows
-        self._copy: Any = None  # that was begun
-        self._submit = submit  # begins to decode chunks
+        self._copy: Any = None  # the copy that was begun
+        self._submit = submit  # starts to decode chunks
         self._chunks_per_task = max(_TASK_BYTES // max(self._memory[0].nbytes, 1), 1)
         # `pop` takes the lowest slot first, so a short epoch touches only the first pages of the
         # block.
         self._free = list(range(num_slots - 1, -1, -1))
-        # Of each chunk its slot, and for how many rows it is announced.
+        # For each chunk: its slot, and for how many rows it is announced.
         self._slot_of = np.full(num_chunks, _ABSENT, np.int32)
         self._wanted = np.zeros(num_chunks, np.int32)
-        # Of each slot its chunk, and what decodes it, until that has been waited for.
+        # For each slot: its chunk, whether it is being decoded, and the task that decodes it.
         self._chunk_in = np.full(num_slots, _ABSENT, np.int64)
         self._is_loading = np.zeros(num_slots, np.bool_)
         self._tasks: dict[int, tuple[Future[None], list[int]]] = {}
-        # Chunks to decode; and chunks that may be dropped, among them all that nobody wants.
+        # Chunks to decode, and chunks that may be dropped, which include all unwanted ones.
         self._queue: deque[int] = deque()
         self._spare: OrderedDict[int, None] = OrderedDict()
 
     def announce(self, chunks: np.ndarray) -> None:
-        """Note the chunks of rows that will be read, after those noted before."""
+        """Announce the chunks of rows that will be read, after those announced before."""
         if self._library is not None:
-            # `count_rows` returns the chunks that nobody had announced before, each once.
+            # `count_rows` returns the chunks that were not announced before, each once.
             self._queue.extend(self._library.count_rows(self._wanted, chunks, 1))
         else:
             self._queue.extend(_distinct(chunks[self._wanted[chunks] == 0]))
@@ -204,7 +205,7 @@ class ChunkCache:
         self._load_ahead()
 
     def release(self, chunks: np.ndarray) -> None:
-        """Withdraw an announcement: its rows have been read."""
+        """Remove an announcement, because its rows have been read."""
         self._unwant(chunks)
         self._load_ahead()
 
@@ -214,17 +215,17 @@ class ChunkCache:
         else:
             np.subtract.at(self._wanted, chunks, _ONE)
             unwanted = chunks[self._wanted[chunks] == 0].tolist()
-        # A spare chunk stays in its slot until the slot is needed. If it is announced again before,
-        # it is not decoded again.
+        # A spare chunk stays in its slot until the slot is needed. If it is announced again before
+        # that, it is not decoded again.
         self._spare.update(dict.fromkeys(unwanted))
 
     def take(self, chunks: np.ndarray, rows: np.ndarray, output: np.ndarray) -> None:
-        """Copy rows to `output`, and wait for them where need be."""
+        """Copy rows to `output`; waits for chunks that are not decoded yet."""
         slots = self._slot_of[chunks]
         if (slots == _ABSENT).any() or (self._tasks and self._is_loading[slots].any()):
             needed = _distinct(chunks)
-            # More chunks than slots. Each half needs fewer of them, and a single row needs one, so
-            # this ends.
+            # There are more chunks than slots. Each half needs fewer slots, and a single row needs
+            # one, so the recursion ends.
             if len(needed) > len(self._memory):
                 half = len(chunks) // 2
                 for part in (slice(half), slice(half, None)):
@@ -235,15 +236,17 @@ class ChunkCache:
         if self._library is not None:
             self._library.end_copy(self._begin_copy(slots, rows, output))
             return
-        # All indices are in bounds. In the default mode NumPy would copy by way of a buffer.
+        # All indices are in bounds, so "clip" changes none. In the default mode NumPy would copy
+        # through a buffer.
         np.take(self._rows, self._places(slots, rows), 0, output, "clip")
 
     def begin(
         self, chunks: np.ndarray, rows: np.ndarray, empty: Callable[[], np.ndarray]
     ) -> np.ndarray | None:
-        """Have threads begin to copy rows to what `empty` makes, until `end`; return that.
+        """Have threads begin to copy rows to a new array of `empty`, and return the array.
 
-        Where rows are still to be decoded nothing is begun, and ``None`` returned.
+        `end` waits for the copy. If rows are not decoded yet, nothing is copied, and ``None`` is
+        returned.
         """
         if self._library is None:
             return None
@@ -270,11 +273,11 @@ class ChunkCache:
         return places
 
     def _are_decoded(self, slots: np.ndarray) -> bool:
-        """Return whether slots are filled, without waiting for those that are not."""
+        """Return whether all slots are filled, without waiting."""
         for slot in _distinct(slots[self._is_loading[slots]]) if self._tasks else ():
             if self._is_loading[slot]:
-                # A task that failed is left to `take`, which raises its error when a row of the
-                # chunk is read.
+                # A failed task is left to `take`, which raises its error when a row of the chunk is
+                # read.
                 future, _ = self._tasks[slot]
                 if not future.done() or future.exception() is not None:
                     return False
@@ -282,17 +285,18 @@ class ChunkCache:
         return True
 
     def _hold(self, chunks: np.ndarray) -> None:
-        """Have all of `chunks` decoded, which are distinct."""
-        # Wanted, so that a slot for one of these chunks is not found by dropping another of them.
+        """Have all of `chunks` decoded; each occurs once."""
+        # They are marked as wanted, so that none of them is dropped to free a slot for another.
         self._wanted[chunks] += 1
         try:
-            # All get their slots before decoding begins, so that a task can decode several of them.
+            # All get their slots before decoding begins, so that one task can decode several.
             absent = chunks[self._slot_of[chunks] == _ABSENT].tolist()
             for chunk in absent:
                 slot = self._spare_slot()
                 self._put(chunk, self._slot_in_use(chunks) if slot is None else slot)
             self._begin(absent)
-            # From the last on: tasks end in the order in which they begin, so one wait may do.
+            # Begin with the last one: tasks end in the order in which they begin, so one wait may
+            # be enough.
             for slot in self._slot_of[chunks[::-1]].tolist():
                 if self._is_loading[slot]:
                     self._finish(slot)
@@ -300,13 +304,13 @@ class ChunkCache:
             self._unwant(chunks)
 
     def _finish(self, slot: int) -> None:
-        """Wait for the task that fills `slot`, and other slots."""
+        """Wait for the task that fills `slot` and perhaps other slots."""
         future, slots = self._tasks[slot]
         try:
             future.result()
         except BaseException:
-            # The slot must not keep the remains of the failed task: the next read decodes the chunk
-            # again, and gets the error again.
+            # The slot must not keep the remains of the failed task, so that the next read decodes
+            # the chunk again and raises the error again.
             self._drop(slot)
             raise
         self._is_loading[slots] = False
@@ -315,8 +319,8 @@ class ChunkCache:
 
     def _load_ahead(self) -> None:
         put = []
-        # The first chunk stays in the queue until there is a slot for it, so chunks are decoded in
-        # the order in which they were announced.
+        # The first chunk stays in the queue until there is a slot for it, so that chunks are
+        # decoded in the order in which they were announced.
         while self._queue:
             chunk = self._queue[0]
             if self._wanted[chunk] and self._slot_of[chunk] == _ABSENT:
@@ -342,29 +346,29 @@ class ChunkCache:
             self._tasks.update(dict.fromkeys(slots, (future, slots)))
 
     def _spare_slot(self) -> int | None:
-        """Return a slot without a chunk that is wanted, if there is one."""
+        """Return a slot that holds no wanted chunk, if there is one."""
         while not self._free and self._spare:
             oldest, _ = self._spare.popitem(last=False)
-            # It may have been announced again, or dropped, since it became spare.
+            # The chunk may have been announced again, or dropped, since it became spare.
             if not self._wanted[oldest] and self._slot_of[oldest] != _ABSENT:
                 self._drop(int(self._slot_of[oldest]))
         return self._free.pop() if self._free else None
 
     def _slot_in_use(self, keep: np.ndarray) -> int:
-        """Return the slot of a chunk that is needed later, which so has to come again."""
+        """Return the slot of a chunk that is needed only later."""
         slot = int(np.flatnonzero(~np.isin(self._chunk_in, keep))[0])
-        # It is still wanted, so it has to be decoded again.
+        # The chunk is still wanted, so it must be decoded again.
         self._queue.append(int(self._chunk_in[slot]))
         self._drop(slot)
         return self._free.pop()
 
     def _drop(self, slot: int) -> None:
         """Empty a slot that holds a chunk."""
-        self.end()  # it may read from the slot
+        self.end()  # the copy may read from the slot
         task = self._tasks.pop(slot, None)
         if task is not None:
             future, slots = task
-            wait([future])  # until then it may write to the slot
+            wait([future])  # the task may write to the slot until it has ended
             # All slots of the task share this list: when it is finished for the others, it must not
             # mark this slot, which may hold a different chunk by then.
             slots.remove(slot)
@@ -375,22 +379,21 @@ class ChunkCache:
 
     def close(self) -> None:
         """Release the memory, once all tasks have ended or were cancelled."""
-        # A copy that is under way reads from the block. The next owner of the block would overwrite
-        # it.
+        # A copy that is under way reads from the block, which the next owner would overwrite.
         self.end()
         _buffers.release(self._block)
 
 
 def _distinct(chunks: np.ndarray) -> list[int]:
-    """Return each number once, where it is first."""
+    """Return each number once, in the order of first occurrence."""
     return list(dict.fromkeys(chunks.tolist()))
 
 
 class RowCache:
-    """One field of all files, of which each chunk is read when a row of it is first needed."""
+    """One field of all files; each chunk is read when one of its rows is first needed."""
 
-    # Readers in several threads may share it: where two decode a chunk, both write the same. So
-    # there is no lock, which a forked process could find held for ever.
+    # Readers in several threads may share it: if two decode a chunk, both write the same values. So
+    # it needs no lock, which could stay locked forever in a forked process.
 
     def __init__(
         self, plan: ChunkPlan, offsets: np.ndarray, shape: tuple[int, ...], dtype: np.dtype
@@ -414,17 +417,19 @@ class RowCache:
             missing = np.unique(chunks[~self._is_there[chunks]]).tolist()
             if missing:
                 self._add(missing, decode)
-        # All indices are in bounds. In the default mode NumPy would copy by way of a buffer.
+        # All indices are in bounds, so "clip" changes none. In the default mode NumPy would copy
+        # through a buffer.
         self._rows.take(numbers, 0, output, "clip")
 
     def _add(self, chunks: list[int], decode: Callable[[ChunkBuffers], None]) -> None:
-        # Not in place, where rows could be seen before their bytes are in native order.
+        # Chunks are not decoded in place, because another thread could read rows before their bytes
+        # are in native order.
         targets = [self._rows_of(chunk) for chunk in chunks]
         decoded = [np.empty_like(target) for target in targets]
         decode(list(zip(chunks, decoded, strict=True)))
         for target, content in zip(targets, decoded, strict=True):
             target[...] = content
-        # Only after the rows: a reader in a different thread takes them as soon as this is set.
+        # This is set after the rows are written, because other threads then read them at once.
         self._is_there[chunks] = True
         self._is_complete = bool(self._is_there.all())
 
@@ -435,14 +440,14 @@ class RowCache:
 
 
 class _BufferPool:
-    """Memory of closed caches, used again: the system would clear new pages one by one."""
+    """Memory of closed caches for reuse, because the system clears each page of new memory."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._idle: list[np.ndarray] = []
 
     def empty(self, num_bytes: int) -> np.ndarray:
-        """Return `num_bytes` of memory with anything in it, as uint8."""
+        """Return `num_bytes` of uninitialised memory, as uint8."""
         with self._lock:
             for number, block in enumerate(self._idle):
                 if num_bytes <= block.nbytes <= _MAX_EXCESS * num_bytes:
@@ -450,7 +455,7 @@ class _BufferPool:
         return np.empty(num_bytes, np.uint8)
 
     def release(self, block: np.ndarray) -> None:
-        """Take back what `empty` has returned; nobody may use it any more."""
+        """Take back memory that `empty` has returned; the caller must not use it any more."""
         # `empty` may have returned the beginning of a larger block. The whole block goes back.
         whole = block if block.base is None else block.base
         with self._lock:
@@ -459,7 +464,7 @@ class _BufferPool:
                 self._idle.pop(0)
 
     def clear(self) -> None:
-        """Give idle memory back to the system."""
+        """Return idle memory to the system."""
         with self._lock:
             self._idle.clear()
 
@@ -470,7 +475,7 @@ _MAX_EXCESS = 4
 
 
 def release_idle_buffers() -> None:
-    """Give back the memory that closed caches have kept for the next ones."""
+    """Return the memory of closed caches to the system."""
     _buffers.clear()
 
 

@@ -19,22 +19,22 @@ from mpistrat.data.spec import known_shape
 from mpistrat.errors import DataError
 
 Allocate = Callable[[tuple[int, ...], np.dtype], np.ndarray]
-"""Makes an array of a shape and a dtype, with anything in it."""
+"""Allocates an uninitialised array of a shape and a dtype."""
 
 _READ_ERRORS = (OSError, KeyError, TypeError, ValueError, RuntimeError)
-"""What h5py raises."""
+"""The errors that h5py raises."""
 
 _CACHE_BYTES = 2**23
-"""Values of attributes stay in memory over passes where all of a field need no more."""
+"""The attributes of a field stay in memory for all passes if they need at most this much."""
 
 _VALUE_OVERHEAD_BYTES = 120
-"""What a value in Python needs besides."""
+"""Memory that Python needs per value in addition to its bytes."""
 
 
 class SingleReader:
-    """Reads one field by HDF5, example by example."""
+    """Reads one field with HDF5, one example at a time."""
 
-    # HDF5 reads to zeroed memory, as it leaves elements as they are that were never written.
+    # HDF5 reads into zeroed memory, because it does not touch elements that were never written.
 
     def __init__(
         self, catalog: Catalog, number: int, files: OpenFiles, cache: dict[int, Any]
@@ -56,7 +56,7 @@ class SingleReader:
     def columns(
         self, numbers: np.ndarray, files: np.ndarray, rows: np.ndarray, empty: Allocate
     ) -> dict[int, np.ndarray]:
-        """Return the arrays that are made of the values of some examples, by their output."""
+        """Return the arrays of some examples, by the number of their output."""
         values = self._read(numbers, files, rows)
 
         def describe(place: int) -> str:
@@ -69,7 +69,7 @@ class SingleReader:
         }
 
     def _read(self, numbers: np.ndarray, files: np.ndarray, rows: np.ndarray) -> list[Any]:
-        """Return the value of each example, as h5py gives it."""
+        """Return the value of each example, as h5py returns it."""
         values: list[Any] = [None] * len(numbers)
         missing = np.arange(len(numbers))
         if self._cache is not None:
@@ -89,7 +89,7 @@ class SingleReader:
         return values
 
     def _describe(self, file: int, row: int) -> str:
-        """Return an example as errors name it."""
+        """Return the name of an example for error messages."""
         entry = self._catalog.files[file]
         field = f"the field {shown(self._single.field)} of {entry.path}"
         if self._single.kind is Kind.MATCHES:
@@ -145,7 +145,7 @@ class SingleReader:
         return values
 
     def _placed(self, file: int, offset: int, shape: np.ndarray) -> np.ndarray | None:
-        """Return a dataset whose place in the file is known."""
+        """Return a dataset whose place in the file is known, ``None`` if it has no bytes."""
         value = np.empty(tuple(shape.tolist()), self._single.dtype)
         if not value.nbytes:
             return None
@@ -156,7 +156,7 @@ class SingleReader:
         return value
 
     def _whole(self, root: Any, path: bytes, shape: np.ndarray) -> Any:
-        """Return a dataset or an attribute of it, whose shape may not have changed."""
+        """Return a dataset or an attribute of it; raise an error if its shape has changed."""
         if self._single.field.attribute is not None:
             return self._attribute(root, path, tuple(shape.tolist()))
         found = self._h5d.open(root, path)
@@ -188,7 +188,7 @@ class SingleReader:
         length = dataset.shape[0]
         if len(rows) and int(rows.max()) >= length:
             raise ValueError(f"the data set has {length} rows")
-        # HDF5 is faster where they come in the order of the file.
+        # HDF5 is faster if rows are read in the order of the file.
         order = np.argsort(rows, kind="stable")
         ascending = rows[order]
         space = dataset.get_space()
@@ -236,7 +236,7 @@ def _column_of(
     if None in spec.shape:
         column = np.empty(len(parts), object)
         for number, part in enumerate(parts):
-            # A copy, as the whole may hold other members too.
+            # A copy, because the value may hold other members too.
             column[number] = np.array(part, copy=bool(leaf.members) or None)
         return column
     if leaf.form is Form.TEXT:
@@ -257,7 +257,7 @@ def leaf_of(
     count: int,
     empty: Allocate,
 ) -> np.ndarray:
-    """Return one array of `count` examples of compound rows that were read, or of nothing."""
+    """Return one array of `count` examples from compound rows, or an empty one."""
     if output.column is None:
         return _column_of(output, [], empty, str)
     whole = columns.get(output.column)

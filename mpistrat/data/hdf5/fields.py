@@ -18,13 +18,13 @@ _LAST = 0x10FFFF
 
 
 def natural_key(name: str) -> str:
-    """Return what sorts names with digits as numbers, equal numbers and all else by code point."""
+    """Return a sort key: digits compare as numbers, equal numbers and all else by code point."""
     return _DIGITS.sub(_number_key, name)
 
 
 def _number_key(match: re.Match[str]) -> str:
-    # A number begins with "0", so that it compares with other characters as its digits do. Then
-    # its length, the number itself and, for numbers that are equal, how many zeros are in front.
+    # The key begins with "0", so that it compares with other characters as digits do. Then follow
+    # the length of the number, the number itself and, to order equal ones, its leading zeros.
     digits = match[0]
     number = digits.lstrip("0")
     zeros = len(digits) - len(number)
@@ -39,17 +39,17 @@ def _regex(part: str) -> re.Pattern[str]:
 def names_in(group: Any) -> list[str]:
     """Return the names of the links of a low-level group."""
     names: list[bytes] = []
-    group.links.iterate(names.append)  # which returns None, so it goes on
+    group.links.iterate(names.append)  # append returns None, so HDF5 continues
     return [name.decode("utf-8", "surrogateescape") for name in names]
 
 
 class _PatternGroup:
-    """A group in which the last pattern of a path is looked for, and what matches there."""
+    """A group that is searched for the last pattern of a path, and the names that match there."""
 
     def __init__(self, group: Any, before: tuple[str, ...], names: list[str]) -> None:
         self.group = group
         self.before = before
-        """The matches of the patterns before."""
+        """The names that match the earlier patterns of the path."""
         self.names = names
 
 
@@ -80,11 +80,11 @@ def _search(group: Any, parts: Sequence[str], before: tuple[str, ...]) -> Iterat
 
 
 class DanglingLink(Exception):
-    """A name that matches, but leads nowhere."""
+    """Raised if a name matches a pattern, but is a link to a missing object."""
 
 
 def object_at(group: Any, path: str) -> Any:
-    """Return the low-level object at `path`, ``None`` where there is none."""
+    """Return the low-level object at `path`, ``None`` if there is none."""
     try:
         return hdf5.h5py().h5o.open(group, encoded(path))
     except (KeyError, OSError, RuntimeError, ValueError):
@@ -92,7 +92,7 @@ def object_at(group: Any, path: str) -> Any:
 
 
 def link_leads_nowhere(group: Any, path: str) -> bool:
-    """Return whether a path comes to a link without an object, and not to a missing name."""
+    """Return whether a path reaches a link without an object, rather than a missing name."""
     for name in path.split("/"):
         is_group = isinstance(group, hdf5.h5py().h5g.GroupID)
         if not is_group or not group.links.exists(encoded(name)):
@@ -104,7 +104,7 @@ def link_leads_nowhere(group: Any, path: str) -> bool:
 
 
 def encoded(path: str) -> bytes:
-    """Return a path as HDF5 has it."""
+    """Return a path in the encoding of HDF5."""
     return path.encode("utf-8", "surrogateescape")
 
 
@@ -114,13 +114,13 @@ def _group_at(group: Any, path: str) -> Any:
 
 
 def matches_path(parts: Sequence[str], names: Sequence[str]) -> str:
-    """Return the path where `names` stand in the place of the parts with patterns."""
+    """Return the path with `names` in place of the parts that have a pattern."""
     following = iter(names)
     return "/".join(next(following) if "*" in part else part for part in parts)
 
 
 def what_is_there(root: Any, parts: Sequence[str]) -> str:
-    """Return some names that are there where a pattern finds nothing."""
+    """Return some names that exist in the group in which a pattern finds nothing."""
     group, path = root, ""
     for part in parts:
         names = names_in(group)
@@ -138,24 +138,26 @@ def what_is_there(root: Any, parts: Sequence[str]) -> str:
 @nests.leaf_type
 @dataclass(frozen=True)
 class Field:
-    """What `Dataset.from_hdf5` reads as one field of each example.
+    """One field of the examples that `Dataset.from_hdf5` reads.
 
     Parameters
     ----------
     path : str
-        A dataset, whose rows are examples; or a member of a compound one (``"events/t"``, nested
-        ones too). With ``*``, which stands for any characters within one name, each match is an
-        example, in natural order: ``demo_2`` before ``demo_10``.
+        Path of a dataset whose rows are the examples, or of a member of a compound dataset
+        (``"events/t"``, also nested). ``*`` stands for any characters within one name. With it,
+        each match is one example, in natural order: ``demo_2`` before ``demo_10``.
     attribute : str, optional
-        The name of an attribute of each match. Without ``*`` every example gets the same value.
+        Name of an attribute to read from each match. Without ``*`` every example gets the same
+        value. Default: read the data, not an attribute.
     axis : int
-        Which axis of the dataset counts examples, for paths without ``*``.
+        The axis of the dataset that counts examples, for paths without ``*``. Negative numbers
+        count from the last axis.
 
     Raises
     ------
     TypeError, ValueError
-        If `path` or `attribute` is no text or empty, or `axis` no integer, or one that has no
-        meaning there.
+        If `path` or `attribute` is not a string or is empty, or if `axis` is not an integer or
+        has no meaning for this path.
 
     Examples
     --------
@@ -192,21 +194,21 @@ class Field:
 
 
 def has_pattern(field: Field) -> bool:
-    """Return whether its path has a ``*``, so that each match is an example."""
+    """Return whether the path has a ``*``, so that each match is an example."""
     return "*" in field.path
 
 
 def shown(field: Field) -> str:
-    """Return a field as errors name it: only its path if no more was given."""
+    """Return the name of a field for error messages: only its path if it has nothing else."""
     is_path = field.attribute is None and not field.axis
     return repr(field.path) if is_path else repr(field)
 
 
 def as_field(value: Any) -> Field:
-    """Return a field as it was given, a text as the field with this path."""
+    """Return `value` if it is a `Field`, else the field with this path."""
     return value if isinstance(value, Field) else Field(value)
 
 
 def parts_of(path: str) -> list[str]:
-    """Return the names of a path, as HDF5 reads it."""
+    """Return the names of a path, without the empty ones and ``.``, which HDF5 ignores."""
     return [part for part in path.split("/") if part not in ("", ".")]

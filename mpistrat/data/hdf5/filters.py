@@ -1,7 +1,7 @@
-"""HDF5 filters, decoded outside the library by threads: deflate, shuffle, LZF and others.
+"""HDF5 filters that threads decode outside of the library: deflate, shuffle, LZF and others.
 
-HDF5 decodes under one global lock. These functions release Python's lock too, so that the threads
-decode chunks side by side.
+HDF5 decodes under one global lock. These functions do not need it, and they release Python's lock
+too, so that several threads decode chunks at the same time.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from mpistrat.system.cpu import current_core, own_cores
 
 _LZ4, _ZSTD = 32004, 32015
 _SYMBOLS = {_LZ4: ("lz4", "LZ4_decompress_safe"), _ZSTD: ("zstd", "ZSTD_decompress")}
-"""Of a filter its plugin, and the function there that decodes to a given place."""
+"""For each filter, its plugin and the function in it that decodes into given memory."""
 
 _REENTRANT = {"blosc", "blosc2", "bshuf", "lz4", "zstd"}
-"""Plugins of hdf5plugin that ask nothing of HDF5 while they decode."""
+"""Plugins of hdf5plugin that do not call HDF5 while they decode."""
 
 _REVERSE = 0x0100
-"""``H5Z_FLAG_REVERSE``: decode."""
+"""``H5Z_FLAG_REVERSE``, the flag for decoding."""
 
 _FUNCTION = ctypes.CFUNCTYPE(
     ctypes.c_size_t,
@@ -65,7 +65,7 @@ class _FilterClass(ctypes.Structure):
 
 
 def plugin_decoder(filter_id: int, values: Sequence[int]) -> Callable[[Any, int], Any] | None:
-    """Return what decodes a chunk of the filter, ``None`` where no plugin is known to."""
+    """Return a function that decodes a chunk of the filter, ``None`` if there is no plugin."""
     function = _functions().get(filter_id)
     if function is None:
         return None
@@ -75,7 +75,7 @@ def plugin_decoder(filter_id: int, values: Sequence[int]) -> Callable[[Any, int]
         if filter_id == _LZ4:
             _check_lz4_blocks(encoded)
         size = ctypes.c_size_t(len(encoded))
-        # The function frees this memory, and returns other memory in its place.
+        # The function frees this memory and replaces it by memory that it has allocated.
         memory = ctypes.c_void_p(_libc().malloc(max(len(encoded), 1)))
         try:
             ctypes.memmove(memory, bytes(encoded), len(encoded))
@@ -87,7 +87,7 @@ def plugin_decoder(filter_id: int, values: Sequence[int]) -> Callable[[Any, int]
                 ctypes.byref(size),
                 ctypes.byref(memory),
             )
-            if not 0 < length <= sys.maxsize:  # zstd returns its error codes, as negative sizes
+            if not 0 < length <= sys.maxsize:  # zstd returns error codes as negative sizes
                 raise ValueError(f"the filter {filter_id} cannot decode a chunk")
             return ctypes.string_at(memory, length)
         finally:
@@ -97,17 +97,17 @@ def plugin_decoder(filter_id: int, values: Sequence[int]) -> Callable[[Any, int]
 
 
 class Codec(NamedTuple):
-    """A function that decodes without HDF5, by its address."""
+    """The address of a function that decodes without HDF5."""
 
     name: str
     address: int
 
 
 def find_codec(filter_id: int) -> Codec | None:
-    """Return the codec of a plugin that lends it, for ``decode_chunks`` of compiled code."""
+    """Return the codec in the plugin of a filter, for ``decode_chunks`` of compiled code."""
     name, symbol = _SYMBOLS.get(filter_id, ("", ""))
     path = hdf5.plugin_libraries().get(name)
-    # The plugins bring their codecs, and some builds of them hide these.
+    # The plugins contain their codecs, but some builds do not export them.
     function = getattr(ctypes.CDLL(path), symbol, None) if path else None
     if function is None:
         return None
@@ -115,8 +115,9 @@ def find_codec(filter_id: int) -> Codec | None:
 
 
 def _check_lz4_blocks(encoded: Any) -> None:
-    """Make sure that all blocks of a chunk of LZ4 are there, beyond which its plugin reads."""
-    # The size of the chunk (8 bytes) and of a block (4), then before each block its own size.
+    """Check that no block of an LZ4 chunk is missing: the plugin would read past the end."""
+    # The chunk begins with its size (8 bytes) and the size of a block (4). Then each block begins
+    # with its own size.
     try:
         num_bytes, block_bytes = struct.unpack_from(">QI", encoded)
         position = struct.calcsize(">QI")
@@ -146,8 +147,8 @@ def _functions() -> dict[int, Any]:
 
 @cache
 def _libc() -> Any:
-    # The C library of this process, from which the plugins get malloc and free too: each frees
-    # memory that the other has allocated. Without a restype ctypes would cut the pointer to an int.
+    # The C library of this process, whose malloc and free the plugins use too: each side frees
+    # memory of the other. Without a restype ctypes would cut the pointer to an int.
     libc = ctypes.CDLL(None)
     libc.malloc.restype = ctypes.c_void_p
     libc.malloc.argtypes = [ctypes.c_size_t]
@@ -156,7 +157,7 @@ def _libc() -> Any:
 
 
 _Decode = Callable[[Any, int], Any]
-"""Takes an encoded chunk and its final size in bytes, returns it with one filter less."""
+"""Takes an encoded chunk and its final size in bytes, and undoes one filter."""
 
 _DEFLATE, _SHUFFLE, _FLETCHER32, _BZIP2, _LZF = 1, 2, 3, 307, 32000
 _CHECKSUM_BYTES = 4
@@ -167,11 +168,11 @@ class ChunkDecoder:
     """Thread-safe decoder of the chunks of one dataset."""
 
     filters: tuple[_Decode, ...]
-    """One for each filter, in the order in which they were applied."""
+    """One function per filter, in the order in which the filters were applied."""
 
     def decode(self, encoded: Any, filter_mask: int, num_bytes: int) -> Any:
-        """Return the `num_bytes` of a chunk; ``ValueError`` where it is damaged."""
-        # Bit i of the mask is set where filter i was left out for this chunk.
+        """Return the `num_bytes` of a chunk; raise ValueError if it is damaged."""
+        # Bit i of the mask is set if filter i was left out for this chunk.
         for number in reversed(range(len(self.filters))):
             if not filter_mask >> number & 1:
                 encoded = self.filters[number](encoded, num_bytes)
@@ -181,14 +182,14 @@ class ChunkDecoder:
 
 
 def make_decoder(filters: Sequence[tuple[int, Sequence[int]]]) -> ChunkDecoder | None:
-    """Return a decoder for filters, each by number and client data; ``None`` without one."""
+    """Return a decoder for filters, given by number and client data; ``None`` if one is unknown."""
     decoders = [_decoder_of(filter_id, values) for filter_id, values in filters]
     known = tuple(each for each in decoders if each is not None)
     return ChunkDecoder(known) if len(known) == len(decoders) else None
 
 
 def _decoder_of(filter_id: int, values: Sequence[int]) -> _Decode | None:
-    """Return what decodes one filter, ``None`` where only HDF5 can."""
+    """Return the function that decodes one filter, ``None`` if only HDF5 can decode it."""
     if filter_id == _DEFLATE:
         return _inflate
     if filter_id == _SHUFFLE and values:
@@ -209,7 +210,7 @@ _ZLIB_HEADER = 15
 
 
 def _inflate(encoded: Any, num_bytes: int) -> bytes:
-    """Return what a stream of zlib holds, about `num_bytes`."""
+    """Return the content of a zlib stream, about `num_bytes`."""
     try:
         return _decompress()(encoded, _ZLIB_HEADER, num_bytes)
     except Exception as reason:  # each library raises its own type
@@ -226,13 +227,13 @@ def _decompress() -> Callable[[Any, int, int], bytes]:
 
 
 def _unshuffle(item_bytes: int, shuffled: Any, num_bytes: int) -> Any:
-    """Return the items whole again: first came the first byte of each, then the second, ..."""
+    """Return the items from data with the first bytes of all items first, then the second, ..."""
     num_items = len(shuffled) // max(item_bytes, 1)
     if item_bytes <= 1 or num_items <= 1:
         return shuffled
     planes = np.frombuffer(shuffled, np.uint8)
     whole = np.empty(len(planes), np.uint8)
-    # HDF5 shuffles whole items only, and leaves the bytes of an incomplete one at the end.
+    # HDF5 shuffles only whole items, and leaves the bytes of an incomplete item at the end.
     end = num_items * item_bytes
     whole[:end].reshape(num_items, item_bytes)[:] = planes[:end].reshape(item_bytes, num_items).T
     whole[end:] = planes[end:]
@@ -240,7 +241,8 @@ def _unshuffle(item_bytes: int, shuffled: Any, num_bytes: int) -> Any:
 
 
 def _without_checksum(with_checksum: Any, num_bytes: int) -> Any:
-    """Return the content before a Fletcher checksum, over 16-bit big-endian words, that fits."""
+    """Return the content without its Fletcher checksum; raise ValueError if that is wrong."""
+    # The checksum is computed over 16-bit big-endian words.
     both = memoryview(with_checksum)
     content, stored = both[:-_CHECKSUM_BYTES], int.from_bytes(both[-_CHECKSUM_BYTES:], "little")
     even = len(content) // 2 * 2
@@ -248,7 +250,7 @@ def _without_checksum(with_checksum: Any, num_bytes: int) -> Any:
     if even < len(content):
         words = np.append(words, np.uint64(content[-1] << 8))
     first, second = int(words.sum()), int(np.dot(words, _weights(len(words))))
-    # Sums of ones' complement: 0 and 65535 are the same number.
+    # The sums are in ones' complement, where 0 and 65535 are the same number.
     if (first - (stored & 0xFFFF)) % 65535 or (second - (stored >> 16)) % 65535:
         raise ValueError("a chunk has another checksum than when it was written")
     return content
@@ -256,14 +258,14 @@ def _without_checksum(with_checksum: Any, num_bytes: int) -> Any:
 
 @lru_cache(maxsize=4)
 def _weights(num_words: int) -> np.ndarray:
-    """Return how often each word counts in the second sum, so small that no sum overflows."""
+    """Return the weight of each word in the second sum, reduced so that no sum overflows."""
     weights: np.ndarray = np.arange(num_words, 0, -1, dtype=np.uint64) % np.uint64(65535)
     return weights
 
 
 def _decode_bzip2(encoded: Any, num_bytes: int) -> bytes:
-    """Return what bzip2 has encoded."""
-    # The plugin, and HDF5 with it, would never return from a stream whose end is missing.
+    """Return the content of a bzip2 stream."""
+    # The plugin, and so HDF5, would never return from a stream whose end is missing.
     try:
         return bz2.decompress(encoded)
     except (OSError, ValueError) as reason:
@@ -271,8 +273,8 @@ def _decode_bzip2(encoded: Any, num_bytes: int) -> bytes:
 
 
 def _decode_lzf(encoded: Any, num_bytes: int) -> bytes:
-    """Return what LZF has encoded."""
-    # A filter before this one, such as a checksum, may have made the chunk larger.
+    """Return the content of data that LZF has encoded."""
+    # A filter applied before LZF, such as a checksum, may have made the chunk larger.
     room = num_bytes + num_bytes // 64 + 64
     decoded = ctypes.create_string_buffer(room)
     length = _lzf()(bytes(encoded), len(encoded), decoded, room)
@@ -283,7 +285,7 @@ def _decode_lzf(encoded: Any, num_bytes: int) -> bytes:
 
 @cache
 def _lzf() -> Any:
-    """Return the function of h5py's own copy of LZF, ``None`` where it has none."""
+    """Return the function of h5py's own copy of LZF, ``None`` if it has none."""
     try:
         function = ctypes.CDLL(hdf5.extension_path()).lzf_decompress
     except (AttributeError, OSError):
@@ -294,7 +296,7 @@ def _lzf() -> Any:
 
 
 def missing_filters(dataset: Any) -> list[str]:
-    """Return the filters of `dataset` that this HDF5 has not, by name."""
+    """Return the names of the filters of `dataset` that this HDF5 lacks."""
     numbers = [number for number, _ in hdf5.filters_of(dataset)]
     return [name_of_filter(each) for each in numbers if not hdf5.h5py().h5z.filter_avail(each)]
 
@@ -305,7 +307,7 @@ def name_of_filter(number: int) -> str:
 
 
 def install_filter(name: str) -> str:
-    """Return what makes a filter available."""
+    """Return a sentence that says how to make a filter available."""
     if name in _OF_HDF5PLUGIN:
         return 'Install it with: pip install "mpistrat[compression]", which brings hdf5plugin.'
     return "Let HDF5_PLUGIN_PATH name the folder of its plugin, or write the file without it."
@@ -328,19 +330,19 @@ _FILTER_NAMES = {
     32017: "sz",
     32026: "blosc2",
 }
-"""By number, from the HDF Group's list of registered filters."""
+"""Names by number, from the HDF Group's list of registered filters."""
 _OF_HDF5PLUGIN = {"bitshuffle", "blosc", "blosc2", "bzip2", "lz4", "sz", "zfp", "zstd"}
 
 
 _MAX_THREADS = 8
-"""Python's own part of reading a chunk keeps more from helping."""
+"""More threads do not help, because a part of reading a chunk runs in Python."""
 
 
 class DecodingThreads:
-    """Threads of a reader: by default this rank's share of the cores."""
+    """Threads of a reader, by default as many as this rank's share of the cores."""
 
-    # A thread is bound to its own core while it works: a virtual machine may run two threads on one
-    # core while another core is idle.
+    # A thread is bound to its own core while it works, because a virtual machine may run two
+    # threads on one core while another core is idle.
 
     def __init__(self) -> None:
         chosen = settings().data_threads
@@ -349,7 +351,7 @@ class DecodingThreads:
         self._cores = own_cores()
         self._free = sorted(self._cores)
         can_bind = current_core() is not None
-        # No other rank has the cores too.
+        # Threads are bound only if no other rank uses these cores.
         self._is_apart = can_bind and self.count <= len(self._cores) == cores_of_rank() > 1
         self._lock = threading.Lock()
 
@@ -364,26 +366,25 @@ class DecodingThreads:
     def _run_apart(self, function: Callable[..., None], *args: Any) -> None:
         here = current_core()
         with self._lock:
-            # Preferably the core where the thread runs already, whose caches it has filled.
+            # Prefer the core on which the thread runs already, because its caches are filled.
             core = here if here in self._free else self._free[0]
             self._free.remove(core)
         try:
             _bind({core})
             function(*args)
         finally:
-            # A thread that waits must not stay bound to a core that a different thread may get
-            # next.
+            # A waiting thread must not stay bound to a core that a different thread may get next.
             _bind(self._cores)
             with self._lock:
                 self._free.append(core)
 
     def close(self) -> None:
-        """End the threads; what none has begun is cancelled."""
+        """End the threads, and cancel calls that have not begun."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 
 
 def _bind(cores: Iterable[int]) -> None:
-    """Let this thread run on `cores` alone."""
-    with contextlib.suppress(OSError):  # they may have been taken from this job
+    """Let this thread run only on `cores`."""
+    with contextlib.suppress(OSError):  # this job may have lost the cores
         os.sched_setaffinity(0, cores)

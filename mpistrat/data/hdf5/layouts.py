@@ -1,4 +1,4 @@
-"""Layouts: where the rows of a file are stored, and how they become arrays of examples."""
+"""Layouts: where the rows of a file are stored, and how the arrays of examples are read."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from mpistrat.native import native_library
 
 @dataclass(frozen=True)
 class Storage:
-    """Where the rows of a dataset lie in its file, as they are in memory."""
+    """The places of the rows of a dataset in its file, which are stored as they are in memory."""
 
     starts: np.ndarray
-    """The offset of each chunk, of shape (chunks,); of data without chunks there is one."""
+    """The offset of each chunk, of shape (chunks,); one entry for data without chunks."""
     rows_per_chunk: int
     dtype: np.dtype
-    """As stored, foreign byte order too."""
+    """The stored dtype, perhaps in foreign byte order."""
     row_bytes: int
-    """From one row to the next in a chunk."""
+    """Distance from one row to the next in a chunk, in bytes."""
 
     @cached_property
     def is_contiguous(self) -> bool:
-        """Whether all rows lie one behind the other."""
+        """Whether all rows are stored one after the other."""
         return len(self.starts) == 1
 
     @cached_property
@@ -44,7 +44,7 @@ class Storage:
         return int(self.starts[0])
 
     def offsets(self, rows: np.ndarray) -> np.ndarray:
-        """Return where each of `rows` begins in the file."""
+        """Return the offset of each of `rows` in the file."""
         if self.is_contiguous:
             found: np.ndarray = rows * self.row_bytes
             found += self._begin
@@ -57,14 +57,14 @@ class Storage:
         return found
 
     def are_in_one_piece(self, firsts: np.ndarray, length: int) -> np.ndarray:
-        """Return whether each run of `length` rows lies one behind the other."""
+        """Return for each run of `length` rows whether it is stored in one piece."""
         if self.is_contiguous:
             return np.ones(len(firsts), np.bool_)
         within: np.ndarray = firsts % self.rows_per_chunk + length <= self.rows_per_chunk
         return within
 
     def read(self, descriptor: int, start: int, rows: np.ndarray) -> bool:
-        """Fill `rows`, which begin with row `start`; False where only HDF5 can, or says why not."""
+        """Fill `rows` from row `start` on; return False if they must be read by HDF5."""
         if rows.dtype.names:  # only some of the members
             return False
         if not self.is_contiguous:
@@ -77,7 +77,7 @@ class Storage:
         return True
 
     def _read_each(self, descriptor: int, start: int, rows: np.ndarray) -> bool:
-        """Fill `rows` one by one where each is a dataset; else False."""
+        """Fill `rows` one by one if each is a dataset; otherwise return False."""
         if self.rows_per_chunk > 1 or not self.dtype.isnative:
             return False
         flat = rows.reshape(len(rows), -1).view(np.uint8)
@@ -90,10 +90,10 @@ class Storage:
 
 @dataclass(frozen=True)
 class CompressedChunks:
-    """Chunks of whole rows behind a single filter, which compiled code decodes to their place."""
+    """Chunks of whole rows with a single filter, which compiled code decodes into their place."""
 
     places: np.ndarray
-    """Of each chunk its offset, its size in the file and its filter mask, of shape (chunks, 3)."""
+    """Offset, size in the file and filter mask of each chunk, of shape (chunks, 3)."""
     rows_per_chunk: int
     codec: Codec
 
@@ -102,10 +102,10 @@ class CompressedChunks:
     ) -> int:
         """Fill `targets` with the chunks that begin with the rows `starts` of a mapped file.
 
-        Returns how many were filled before the first that cannot be decoded so.
+        Returns the number of chunks before the first one that this code cannot decode.
         """
         rows = self.rows_per_chunk
-        # What is shorter than a chunk has no room for it, as the last chunk of a cached field.
+        # A target may be shorter than a chunk, for example for the last chunk of a cached field.
         have_room = itertools.takewhile(lambda target: len(target) >= rows, targets)
         whole = [target[:rows] for target in have_room]
         places = self.places[np.array(starts[: len(whole)], np.intp) // rows]
@@ -115,19 +115,19 @@ class CompressedChunks:
 
 @dataclass(frozen=True)
 class FilteredChunks:
-    """Chunks of whole rows behind other filters, which Python decodes once they are read."""
+    """Chunks of whole rows with other filters, which Python decodes once they are read."""
 
     places: np.ndarray
-    """As those of `CompressedChunks`."""
+    """The places of the chunks, as in `CompressedChunks`."""
     dtype: np.dtype
-    """As stored, foreign byte order too."""
+    """The stored dtype, perhaps in foreign byte order."""
     chunk_shape: tuple[int, ...]
     filters: tuple[tuple[int, tuple[int, ...]], ...]
-    """Number and client data of each, as they were applied."""
+    """Number and client data of each filter, in the order in which they were applied."""
 
     @cached_property
     def decoder(self) -> ChunkDecoder:
-        """What decodes a chunk."""
+        """The decoder of the chunks."""
         decoder = make_decoder(self.filters)
         if decoder is None:
             raise RuntimeError("only HDF5 knows the filters of these chunks")
@@ -147,7 +147,7 @@ Chunks = CompressedChunks | FilteredChunks
 
 
 def find_contiguous(dataset: Any, path: str) -> Storage | None:
-    """Return the storage of a dataset in the file `path`; ``None`` where rows lie otherwise."""
+    """Return the storage of a contiguous dataset in the file `path`; ``None`` for others."""
     dtype = dtype_of(dataset)
     is_here = hdf5.is_in_file(dataset, path)
     offset = hdf5.contiguous_offset(dataset, dtype) if is_here else None
@@ -158,9 +158,9 @@ def find_contiguous(dataset: Any, path: str) -> Storage | None:
 
 
 def find_chunks(dataset: Any, path: str) -> Storage | Chunks | None:
-    """Return where chunks of whole rows lie; ``None`` if only HDF5 knows."""
+    """Return the places of chunks of whole rows; ``None`` if they must be read by HDF5."""
     filters = hdf5.filters_of(dataset)
-    # Chunks that hold only parts of rows are left to HDF5, which puts rows together from several.
+    # Chunks that hold only parts of rows are left to HDF5, which joins rows from several chunks.
     if dataset.chunks[1:] != dataset.shape[1:]:
         return None
     codec = find_codec(filters[0][0]) if len(filters) == 1 else None
@@ -174,7 +174,7 @@ def find_chunks(dataset: Any, path: str) -> Storage | Chunks | None:
     num_chunks = -(-len(dataset) // dataset.chunks[0])
     if filters and codec is None and num_chunks > _MAX_FILTERED_CHUNKS:
         return None
-    # Last, because HDF5 lists every chunk for it.
+    # This check is the last one, because HDF5 lists every chunk for it.
     found = hdf5.places_of_chunks(dataset)
     if found is None:
         return None
@@ -184,48 +184,49 @@ def find_chunks(dataset: Any, path: str) -> Storage | Chunks | None:
         starts = np.ascontiguousarray(places[:, 0])
         row_bytes = dataset.nbytes // max(len(dataset), 1)
         return Storage(starts, rows_per_chunk, dtype, row_bytes)
-    # Then the chunks at the edge are stored without their filters (H5Pset_chunk_opts), and could
-    # not be told from those that are filtered.
+    # Otherwise the chunks at the edge are stored without filters (H5Pset_chunk_opts), and cannot be
+    # told from chunks with filters.
     if not hdf5.filters_edge_chunks(dataset):
         return None
     if codec is not None and native_library() is not None and dtype.isnative:
         return CompressedChunks(places, rows_per_chunk, codec)
-    # A codec that only compiled code can call, but cannot use here: in foreign byte order, say.
+    # A codec that only compiled code can call, and that cannot be used here, for example because
+    # of a foreign byte order.
     if make_decoder(filters) is None:
         return None
     return FilteredChunks(places, dtype, dataset.chunks, tuple(filters))
 
 
 _MAX_FILTERED_CHUNKS = 2**16
-"""To list more of them, HDF5 needs longer than it needs to read a few."""
+"""Listing more chunks than this takes HDF5 longer than reading a few."""
 
 _MIN_BLOCK_BYTES, _MAX_BLOCK_BYTES = 2**15, 2**18
-"""Rows of data without chunks are read so much at a time: long reads are fast, and short ones mix
-small files well."""
+"""Limits of the blocks in which data without chunks are read: long reads are fast, and short reads
+mix small files well."""
 
 _BLOCKS_PER_FILE = 512
 
 _MIN_RUN_BYTES, _MAX_STRIDED_BYTES = 2**10, 2**24
-"""Along another axis than the first, one row lies in many pieces, which are as long as this where
-the block stays small enough."""
+"""If examples are counted along a later axis, one row is stored in many pieces. A block has enough
+rows to make pieces of `_MIN_RUN_BYTES`, unless it would exceed `_MAX_STRIDED_BYTES`."""
 
 
 @dataclass(frozen=True)
 class ColumnLayout:
-    """One column in one file."""
+    """The layout of one column in one file."""
 
     spec: ArraySpec
     """Shape and dtype of one row, in native byte order."""
     rows_per_chunk: int
-    """How many rows are read together."""
+    """Number of rows that are read together."""
     is_chunked: bool
-    """Whether HDF5 must decode a whole chunk to give one row of it."""
+    """Whether a whole chunk must be decoded to read one row of it."""
     storage: Storage | None
-    """Where the rows lie, if nothing has to be decoded."""
+    """The places of the rows, if nothing needs decoding."""
     chunks: Chunks | None
-    """Where the chunks lie, if they can be decoded without HDF5."""
+    """The places of the chunks, if they can be decoded without HDF5."""
     decoded_row_bytes: int = 0
-    """Size of one row with the members of compound rows that are not kept, where it is decoded."""
+    """Size of one decoded row, including members of compound rows that are not kept."""
 
     @property
     def row_bytes(self) -> int:
@@ -238,7 +239,7 @@ def layout_of(dataset: Any, path: str, axis: int, dtype: np.dtype, is_live: bool
     others = dataset.shape[:axis] + dataset.shape[axis + 1 :]
     spec = ArraySpec(others + dtype.shape, dtype.base)
     row_bytes = max(dtype.itemsize * math.prod(others), 1)
-    # The places of what is being written may change.
+    # Places may change in a file that is being written.
     has_places = not axis and not is_live
     if dataset.chunks:
         found = find_chunks(dataset, path) if has_places else None
@@ -259,14 +260,14 @@ def layout_of(dataset: Any, path: str, axis: int, dtype: np.dtype, is_live: bool
 
 
 def _rows_of_block(length: int, row_bytes: int) -> int:
-    """Return how many of `length` rows without chunks are read together."""
+    """Return how many rows of a dataset of `length` rows without chunks are read together."""
     share = length * row_bytes // _BLOCKS_PER_FILE
     block_bytes = min(max(share, _MIN_BLOCK_BYTES), _MAX_BLOCK_BYTES)
     return max(block_bytes // row_bytes, 1)
 
 
 def contiguous_layout(spec: ArraySpec, length: int, storage: Storage) -> ColumnLayout:
-    """Return the layout of `length` rows of `spec` in one piece, which begins in `storage`."""
+    """Return the layout of `length` rows of `spec` that are in one piece in `storage`."""
     row_bytes = max(known_bytes(spec), 1)
     return ColumnLayout(spec, _rows_of_block(length, row_bytes), False, storage, None)
 
@@ -274,7 +275,7 @@ def contiguous_layout(spec: ArraySpec, length: int, storage: Storage) -> ColumnL
 def layout_of_matches(
     listings: Sequence[Listing | None], leaves: Any, shape: tuple[int | None, ...]
 ) -> list[ColumnLayout] | None:
-    """Return the layout of datasets of one shape as rows; ``None`` if some lie in pieces."""
+    """Return the layout of datasets of one shape as rows; ``None`` if one is not in one piece."""
     if native_library() is None or None in shape or not isinstance(leaves, Leaf):
         return None
     if leaves.members or leaves.form is not Form.FIXED:
@@ -294,31 +295,31 @@ def layout_of_matches(
 
 @dataclass(frozen=True)
 class Column:
-    """What is read by rows, many at a time: a dataset, or members of a compound one."""
+    """A dataset, or members of a compound one, whose rows are read many at a time."""
 
     name: str
-    """How errors name it."""
+    """The name for error messages."""
     path: str
-    """Of the dataset; the pattern where each row is a match."""
+    """The path of the dataset, or the pattern if each row is a match."""
     axis: int
     dtype: np.dtype
-    """In memory: of compound rows the members that are needed, packed."""
+    """The dtype in memory: for compound rows, only the needed members, packed."""
     is_matches: bool = False
-    """Whether each row is a dataset, whose place in the file is known."""
+    """Whether each row is a dataset whose place in the file is known."""
 
 
 @dataclass(frozen=True)
 class Single:
-    """What is read one example at a time: text, rows of any length, matches, attributes."""
+    """A field that is read one example at a time: text, rows of any length, matches, attributes."""
 
     field: Field
     kind: Kind
     path: str
     axis: int
     dtype: np.dtype
-    """In memory, as h5py has it."""
+    """The dtype in memory, as h5py uses it."""
     bytes_per_example: int
-    """On average, as far as it is known."""
+    """The average size, as far as it is known."""
 
 
 @nests.leaf_type
@@ -328,15 +329,15 @@ class Output:
 
     spec: ArraySpec
     leaf: Leaf
-    """Where it is in what is read."""
+    """The place of the array in the value that is read."""
     column: int | None
-    """The number of the column that it is taken from."""
+    """The number of the column that has the array, or ``None``."""
     single: int | None
-    """Or of the single."""
+    """The number of the single that has the array, or ``None``."""
 
 
 def row_columns(located: Sequence[Located]) -> list[Column]:
-    """Return the columns of fields that are rows: one for each dataset with members."""
+    """Return the columns of fields that are rows: one per field, or per compound dataset."""
     columns: list[Column] = []
     compound: dict[tuple[str, int], int] = {}
     for each in located:
@@ -368,9 +369,10 @@ def compose(
     structure: nests.Structure,
     may_be_placed: bool,
 ) -> _Composition:
-    """Return how fields are read that were `located` in all files, and that begin with `columns`.
+    """Return how the fields are read that were `located` in all files.
 
-    `structure` is the nest that they form, each of them a nest of leaves.
+    `columns` are the columns of fields that are rows. `structure` is the nest of the fields, each
+    of which is a nest of leaves.
     """
     composer = _Composer(located, columns)
     nest = [composer.outputs(of_files, may_be_placed) for of_files in zip(*located, strict=True)]
@@ -389,7 +391,7 @@ class _Composition:
     outputs: tuple[Output, ...]
     structure: nests.Structure
     layouts: list[list[ColumnLayout]]
-    """Of each column of matches its layout in each file."""
+    """For each column of matches, its layout in each file."""
 
 
 class _Composer:
@@ -424,7 +426,7 @@ class _Composer:
         return nests.map_nest(lambda leaf: _output(leaf, shape, column, single), leaves)
 
     def _single(self, of_files: Sequence[Located], leaves: Any) -> int:
-        """Return the number of the single of a field: members of one dataset share it."""
+        """Return the number of the single of a field; members of one dataset share a single."""
         first = of_files[0]
         are_rows = first.kind is Kind.ROWS
         key = (first.path, first.axis) if are_rows else (shown(first.field), -1)

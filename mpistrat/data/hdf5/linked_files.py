@@ -1,7 +1,7 @@
-"""Linked files: which other files hold data of an object, followed to the end.
+"""Linked files: the other files that hold data of an object, directly or through further files.
 
-External links and virtual datasets lead to other files, which may lead on. HDF5 gives the fill
-value, without a word, where a file behind a virtual dataset is missing.
+External links and virtual datasets lead to other files, which may lead to more files. If a source
+file of a virtual dataset is missing, HDF5 silently returns the fill value.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from mpistrat.settings import environment
 from mpistrat.system.callsite import users_stacklevel
 
 _MAX_SHOWN = 8
-"""Names that a warning shows."""
+"""Number of names that a warning shows."""
 
 _MAX_LINKS = 16
-"""HDF5 follows at most so many soft and external links to one object."""
+"""HDF5 follows at most this number of soft and external links to one object."""
 
 _MAX_OPEN = 64
 """At most this number of the other files stays open while chains are followed."""
@@ -32,7 +32,7 @@ _HDF5_ERRORS = (KeyError, OSError, RuntimeError, ValueError)
 
 
 class LinkedFiles:
-    """The files other than `own` that hold data of objects, or links on the way to them.
+    """The files other than `own` that hold data of objects, or links in the path to them.
 
     Parameters
     ----------
@@ -47,7 +47,7 @@ class LinkedFiles:
         self._done: set[tuple[str, int]] = set()
         """Virtual datasets that were followed: the paths of their files, and their addresses."""
         self._active: list[tuple[tuple[str, int], str]] = []
-        """Those that are being followed, each with its name for errors."""
+        """Virtual datasets that are being followed, each with its name for error messages."""
 
     def __enter__(self) -> LinkedFiles:
         return self
@@ -62,15 +62,15 @@ class LinkedFiles:
         return sorted(self._paths - {self._own})
 
     def add_links(self, file: Any, path: str) -> None:
-        """Note the files that external links lead through, from an open file to `path` in it.
+        """Add the files that the external links in `path`, a path in an open file, lead to.
 
-        It ends where the links do, without an error.
+        A link that cannot be followed ends this without an error.
         """
         for other in self._linked(file, path):
             self._paths.add(os.path.realpath(other.filename))
 
     def add(self, dataset: Any) -> None:
-        """Note the files with data of a dataset; `DataError` if one of them is missing."""
+        """Add the files with data of a dataset; raise DataError if one of them is missing."""
         properties = dataset.id.get_create_plist()
         path = os.path.realpath(_file_name(dataset))
         self._paths.add(path)
@@ -78,7 +78,7 @@ class LinkedFiles:
             self._paths.update(map(os.path.realpath, _external_paths(dataset)))
         if properties.get_layout() != hdf5.h5py().h5d.VIRTUAL:
             return
-        # By address, because a dataset may have several names.
+        # The key has the address, because a dataset may have several names.
         key = path, int(hdf5.h5py().h5o.get_info(dataset.id).addr)
         where = f"{dataset.name!r} of {dataset.file.filename}"
         if key in [active for active, _ in self._active]:
@@ -95,7 +95,7 @@ class LinkedFiles:
         self._done.add(key)
 
     def _add_series(self, dataset: Any, file_name: str, name: str) -> None:
-        """Note the sources of a series (``%b``), which ends with the first one that is missing."""
+        """Add the sources of a series (``%b``), which ends before the first missing source."""
         for number in range(dataset.size):
             names = [_unescaped(each.replace("%b", str(number))) for each in (file_name, name)]
             if not self._is_there(dataset, *names):
@@ -135,7 +135,7 @@ class LinkedFiles:
         self.add(source)
 
     def _error(self, what: str) -> DataError:
-        """Return the error of the virtual dataset that is being followed, with the chain to it."""
+        """Return the error for the virtual dataset that is being followed, with the chain to it."""
         names = [name for _, name in self._active]
         (first, _), _ = self._active[0]
         if first != self._own:
@@ -145,7 +145,7 @@ class LinkedFiles:
         return DataError(f"The virtual dataset {names[-1]} {what}.{needed}")
 
     def _find(self, dataset: Any, file_name: str) -> tuple[Any, str | None]:
-        """Return the open file of a source, or ``None`` and why one that is there is not read."""
+        """Return the open file of a source, or ``None`` and the reason if it cannot be read."""
         prefix = os.fsdecode(dataset.id.get_access_plist().get_virtual_prefix())
         return self._open_first(dataset.file, file_name, prefix, "HDF5_VDS_PREFIX")
 
@@ -173,8 +173,8 @@ class LinkedFiles:
         return self._open[key]
 
     def _close_oldest(self) -> None:
-        """Close the file that was used first, of those outside of the chain that is followed."""
-        # The callers above still use datasets of these files.
+        """Close the least recently used file that is not in the chain being followed."""
+        # The callers still use datasets of the files in the chain.
         in_use = {path for (path, _), _ in self._active}
         for key in self._open:
             if os.path.realpath(key[0]) not in in_use:
@@ -182,7 +182,7 @@ class LinkedFiles:
                 return
 
     def _linked(self, file: Any, path: str) -> Iterator[Any]:
-        """Yield the files that the external links on the way to `path` lead to."""
+        """Yield the files that the external links in `path` lead to."""
         h5l, names = hdf5.h5py().h5l, [os.fsencode(part) for part in parts_of(path)]
         group, num_links = file.id, 0
         try:
@@ -204,7 +204,7 @@ class LinkedFiles:
                 elif target.startswith(b"/"):
                     group = file.id
                 names[:0] = [part for part in target.split(b"/") if part not in (b"", b".")]
-        except (AttributeError, *_HDF5_ERRORS):  # whoever opens the object says what is wrong
+        except (AttributeError, *_HDF5_ERRORS):  # opening the object raises the error
             return
 
 
@@ -220,13 +220,13 @@ def _sources(dataset: Any) -> dict[tuple[str, str, bool], None]:
     for number in range(properties.get_virtual_count()):
         file_name = properties.get_virtual_filename(number)
         name = properties.get_virtual_dsetname(number)
-        # "%%" stands for a percent sign, also before a "b".
+        # "%%" is a percent sign, even before a "b".
         is_series = "%b" in (file_name + "\0" + name).replace("%%", "")
         try:
             is_empty = properties.get_virtual_vspace(number).get_select_npoints() == 0
-        except (RuntimeError, ValueError):  # of an unlimited one
+        except (RuntimeError, ValueError):  # an unlimited selection
             is_empty = False
-        if not is_empty:  # a source of nothing may be missing
+        if not is_empty:  # a source without elements may be missing
             found[file_name, name, is_series] = None
     return found
 
@@ -236,7 +236,7 @@ def _unescaped(name: str) -> str:
 
 
 def _places(own: str, name: str, prefix: str, variable: str) -> Iterator[str]:
-    """Yield where HDF5 looks for the file `name` that the file `own` needs, in its order."""
+    """Yield the paths where HDF5 looks for the file `name` that `own` needs, in its order."""
     # HDF5 reference, H5Pset_virtual_prefix and H5Lcreate_external.
     if os.path.isabs(name):
         yield name
@@ -253,15 +253,16 @@ def _places(own: str, name: str, prefix: str, variable: str) -> Iterator[str]:
 
 
 def check_virtual_sources(dataset: Any) -> None:
-    """Make sure that the sources of a virtual dataset exist, and theirs, to the end."""
+    """Check that all direct and indirect sources of a virtual dataset exist."""
     with LinkedFiles(dataset.file.filename) as files:
         files.add(dataset)
 
 
 def other_files(file: Any, path: str, own: str, dataset: Any = None) -> list[str]:
-    """Return the files other than `own` that hold data of an object, or links on the way to it.
+    """Return the files other than `own` that hold data of an object, or links in the path to it.
 
-    `path` is where it is in the open `file`. A `dataset` is followed to the end.
+    `path` is the path of the object in the open `file`. The sources of a `dataset` are followed to
+    the end.
     """
     if dataset is not None and _is_plain(file, path, dataset):
         return []
@@ -273,7 +274,7 @@ def other_files(file: Any, path: str, own: str, dataset: Any = None) -> list[str
 
 
 def _is_plain(file: Any, path: str, dataset: Any) -> bool:
-    """Return whether all bytes of a dataset are in the open `file`, and no link leads to it."""
+    """Return whether all bytes of a dataset are in the open `file`, and its path has no links."""
     h5py = hdf5.h5py()
     properties, names = dataset.id.get_create_plist(), parts_of(path)
     if properties.get_external_count() or properties.get_layout() == h5py.h5d.VIRTUAL:
@@ -284,10 +285,10 @@ def _is_plain(file: Any, path: str, dataset: Any) -> bool:
 
 
 def warn_of_files_elsewhere(name: str, own: str, paths: list[str]) -> None:
-    """Warn of those of `paths`, which hold data of `name`, outside of the folder of `own`."""
+    """Warn of the files `paths`, with data of `name`, that are outside of the folder of `own`."""
     if not paths:
         return
-    # Whoever made the file has chosen them: they may be any that the user of the program can read.
+    # The author of the file has chosen these files. They may be any that the user can read.
     folders = {os.path.realpath(os.path.dirname(own)), os.path.dirname(os.path.realpath(own))}
     elsewhere = [path for path in paths if all(os.path.commonpath([path, f]) != f for f in folders)]
     if elsewhere:

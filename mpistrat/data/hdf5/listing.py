@@ -38,17 +38,17 @@ class Listing:
     """The matches of one field in one file, in natural order."""
 
     names: tuple[str, ...]
-    """What stands in the place of the parts with ``*``, joined by ``/``."""
+    """The names that match the parts with ``*``, joined by ``/``."""
     parts: tuple[str, ...]
     """The names of the path up to the object."""
     members: tuple[str, ...]
-    """The rest of the path, where the object is a compound dataset."""
+    """The rest of the path, if the object is a compound dataset."""
     shapes: np.ndarray
-    """Of each match, of shape (matches, dimensions)."""
+    """The shape of each match: an array of shape (matches, dimensions)."""
     offsets: np.ndarray
-    """Where the elements of each begin in the file, -1 where they are not in one piece."""
+    """The offset of the elements of each match in the file, -1 if they are not in one piece."""
     width: int
-    """Bytes of the widest element: those of strings may differ."""
+    """Size of the widest element in bytes: strings may have different widths."""
     files: tuple[str, ...] = ()
     """Other files that hold matches."""
 
@@ -58,18 +58,18 @@ class Listing:
         return [encoded(matches_path(self.parts, name.split("/"))) for name in self.names]
 
     def path(self, number: int) -> str:
-        """Return the path of a match, for errors."""
+        """Return the path of a match, for error messages."""
         return matches_path(self.parts, self.names[number].split("/"))
 
     @cached_property
     def digest(self) -> str:
-        """What stands for names and shapes, the same in copies of the file."""
+        """A digest of names and shapes, which is the same for copies of the file."""
         text = json.dumps([self.names, self.parts, self.members, self.shapes.tolist()])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def is_of(self, file: Any) -> bool:
-        """Return whether some of the datasets lie in an open file where this says."""
-        # The file may be a copy, byte by byte or written again.
+        """Return whether some datasets of an open file have the offsets of this listing."""
+        # The file may be a copy with the same bytes, or may have been written again.
         step = max(len(self.names) // _NUM_TRIED, 1)
         for number in range(0, len(self.names), step):
             if self.offsets[number] >= 0:
@@ -93,7 +93,7 @@ class Listing:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Listing:
-        """Return what `to_json` has made to JSON values."""
+        """Return the listing from the JSON values of `to_json`."""
         values = dict(values)
         arrays = np.frombuffer(zlib.decompress(base64.b64decode(values.pop("arrays"))), np.int64)
         num_matches, ndim = values.pop("shapes")
@@ -104,7 +104,7 @@ class Listing:
 
 
 _NUM_TRIED = 16
-"""So many datasets of a copy are looked at."""
+"""Number of datasets of a copy that are compared."""
 
 
 def list_matches(file: Any, path: str, field: Field) -> Listing:
@@ -116,7 +116,7 @@ def list_matches(file: Any, path: str, field: Field) -> Listing:
 
 def _list_matches(lister: _Lister, parts: list[str]) -> Listing:
     file, field = lister.file, lister.field
-    # What follows the last * may be a path within compound rows, which the first match shows.
+    # The part after the last * may be a path within compound rows, which the first match shows.
     last = max(number for number, part in enumerate(parts) if "*" in part)
     try:
         for found in groups_of_pattern(file.id, parts):
@@ -141,7 +141,7 @@ def _list_matches(lister: _Lister, parts: list[str]) -> Listing:
 
 
 class _Lister:
-    """Looks at each match, and collects what a listing holds."""
+    """Opens each match, and collects the content of a listing."""
 
     def __init__(self, file: Any, path: str, field: Field, linked: LinkedFiles) -> None:
         h5py = hdf5.h5py()
@@ -163,7 +163,7 @@ class _Lister:
     def add(
         self, group: Any, before: tuple[str, ...], names: Sequence[str], rest: list[str]
     ) -> None:
-        """Look at the matches `names` in a group, or at what `rest` leads to in each."""
+        """Add the matches `names` of a group, or the objects at the path `rest` in each of them."""
         for name in names:
             found = self._open(group, name, rest)
             if found is not None:
@@ -183,21 +183,21 @@ class _Lister:
             return self._otherwise(group, name, rest, path)
 
     def _without_attribute(self, group: Any, path: str) -> None:
-        """Raise where an object without the attribute is there."""
+        """Raise an error if there is an object without the attribute, or a broken link."""
         if link_leads_nowhere(group, path):
             raise DanglingLink(path)
         if object_at(group, path) is not None:
             raise DataError(f"{self.where}: {path!r} has no attribute {self.field.attribute!r}.")
 
     def _otherwise(self, group: Any, name: str, rest: list[str], path: str) -> Any:
-        """Return the compound dataset that a match leads into, ``None`` where it is no match."""
+        """Return the compound dataset in which the path ends, ``None`` if there is no match."""
         found = object_at(group, path)
         if found is not None:
             self.a_group = self.a_group or path
             return None
         if link_leads_nowhere(group, path):
             raise DanglingLink(path)
-        # Only the first match shows how many of the names are members of compound rows.
+        # The first match decides how many of the names are members of compound rows.
         for num_members in range(1, len(rest) + 1) if not self.names else ():
             found = object_at(group, "/".join([name, *rest[:-num_members]]))
             if isinstance(found, self._h5d.DatasetID) and dtype_of(found).names:
@@ -209,7 +209,7 @@ class _Lister:
         own_type = found.get_type()
         if self._type is None:
             self._begin(found, own_type)
-        # H5Tequal is cheaper than a dtype for each of what may be 100,000 matches.
+        # There may be 100,000 matches, and H5Tequal is cheaper than creating a dtype for each.
         is_same = own_type.equal(self._type)
         if not is_same:
             self._check_type(found, name)
@@ -260,14 +260,14 @@ class _Lister:
         self._linked.add_links(self.file, path)
 
     def _place(self, found: Any, name: str, space: Any) -> int:
-        """Return where the elements of a dataset begin in the file; -1 if not in one piece."""
+        """Return the offset of the elements of a dataset; -1 if they are not in one piece."""
         is_here = self._h5f.get_name(found) == self._own_name
         num_bytes = space.get_simple_extent_npoints() * self._itemsize
         offset = hdf5.offset_of_block(found, num_bytes) if is_here else None
         return self._look_closer(found, name) if offset is None else offset
 
     def _look_closer(self, found: Any, name: str) -> int:
-        """Note the other files with data of a dataset; -1 says that its place is not known."""
+        """Add the other files with data of a dataset; return -1, an unknown offset."""
         properties = found.get_create_plist()
         dataset = hdf5.h5py().Dataset(found)
         for each in missing_filters(dataset) if properties.get_nfilters() else ():
@@ -283,9 +283,9 @@ class _Lister:
         return -1
 
     def listing(self, parts: Sequence[str]) -> Listing:
-        """Return what was collected."""
+        """Return the listing of all matches that were added."""
         shapes = np.array(self._shapes, np.int64).reshape(len(self.names), -1)
-        # Strings of several widths are widened by HDF5.
+        # HDF5 must read strings of different widths, because it widens them.
         have_places = self._width == self._itemsize
         offsets = self._offsets if have_places else [-1] * len(self.names)
         return Listing(
@@ -300,7 +300,7 @@ class _Lister:
 
 
 def _mark(dtype: np.dtype) -> Any:
-    """Return what h5py knows of text and rows of variable length besides the dtype."""
+    """Return the marks of h5py in a dtype: text, rows of variable length or references."""
     h5py = hdf5.h5py()
     if not dtype.hasobject or dtype.names:
         return None

@@ -1,4 +1,4 @@
-"""Locating fields: what each field is in one file, and how many examples it has there."""
+"""Locate fields: find what each field is in one file, and how many examples it has there."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from mpistrat.data.hdf5.types import (
 from mpistrat.errors import DataError
 
 _MAX_SHOWN = 8
-"""Names that an error shows of a file."""
+"""Number of names of a file that an error shows."""
 
 _MAX_VISITED = 1000
-"""So many objects of a file are looked at for the names that an error shows."""
+"""Number of objects of a file that are visited to find these names."""
 
 
 class Kind(enum.Enum):
-    """What the examples of a field are."""
+    """The kind of the examples of a field."""
 
     ROWS = "rows of a data set"
     MATCHES = "matches of a pattern"
@@ -54,19 +54,19 @@ class Located:
     field: Field
     kind: Kind
     path: str
-    """Of the object, without members of compound rows; of the first match."""
+    """Path of the object, or of the first match, without members of compound rows."""
     dtype: np.dtype
-    """Of the elements of the object, as h5py knows them."""
+    """Dtype of the elements of the object, as h5py has it."""
     leaves: Any
-    """The nest of `Leaf` that an example consists of."""
+    """The nest of `Leaf` of an example."""
     shape: tuple[int | None, ...]
-    """Of an example, without what members add."""
+    """Shape of an example, without the dimensions of members."""
     num_rows: int | None
-    """``None`` where the other fields decide."""
+    """Number of examples, ``None`` if the other fields decide it."""
     axis: int = 0
     listing: Listing | None = None
     others: tuple[str, ...] = ()
-    """Other files with data of it."""
+    """Other files with data of the field."""
     left_out: tuple[str, ...] = ()
     """Members that cannot be read."""
 
@@ -86,8 +86,9 @@ def locate(
 ) -> Located:
     """Return a field of an open file.
 
-    A literal one is the name of a dataset, of which members that cannot be read are left out. A
-    `listing` that is known need not be made. A dataset that was opened is put into `opened`.
+    If it is literal, its path is the name of a dataset, and members that cannot be read are left
+    out. If there is a `listing`, the matches are not listed again. A dataset that this function
+    opens is added to `opened`.
     """
     if has_pattern(field) and not is_literal:
         return _locate_matches(file, path, field, listing or list_matches(file, path, field))
@@ -119,7 +120,7 @@ def locate(
             f"The field {shown(field)} of {path} was compressed by {each}, a filter that the HDF5 "
             f"of this rank does not have. {install_filter(each)}"
         )
-    # External storage may be missing, and a source that is a series is no file.
+    # External storage may be missing, and the name of a series of sources is not a file.
     others = list(filter(os.path.isfile, others))
     return Located(
         field,
@@ -179,7 +180,7 @@ def _locate_constant(file: Any, path: str, field: Field) -> Located:
     if any(leaf.form.name == "RAGGED" for leaf in nests.flatten(leaves)[0]) and shape:
         raise _refusal(file, path, field, "nested rows of variable length")
     own_shape = getattr(found, "shape", None)
-    # The length of its dataset counts where no other field has one.
+    # If no other field has a length, the length of the attribute's dataset counts.
     length = own_shape[0] if own_shape else None
     place = "/".join(parts_of(field.path)) or "/"
     others = other_files(file, field.path, path)
@@ -188,15 +189,15 @@ def _locate_constant(file: Any, path: str, field: Field) -> Located:
 
 
 def get_object(file: Any, path: str) -> Any:
-    """Return the object at a path of a file, ``None`` where there is none that can be opened."""
+    """Return the object at a path of a file, ``None`` if it is missing or cannot be opened."""
     try:
         return file.get(path)
-    except (OSError, RuntimeError, ValueError):  # damage, and links in a circle
+    except (OSError, RuntimeError, ValueError):  # damaged files, and circular links
         return None
 
 
 def _find(file: Any, path: str, field: Field) -> tuple[Any, tuple[str, ...]]:
-    """Return the dataset of a field, and the members of its rows that the path leads to."""
+    """Return the dataset of a field, and the names of members at the end of its path."""
     found = get_object(file, field.path)
     if hasattr(found, "shape"):
         return found, ()
@@ -282,7 +283,7 @@ def _leaves(
 
 
 def _members_beside(dtype: np.dtype, field: Field) -> list[str]:
-    """Return fields for the members of a compound type that can be read, where some cannot."""
+    """Return fields for the members of a compound type that can be read."""
     names = () if field.attribute is not None else dtype.names or ()
     return [f"{field.path}/{name}" for name in names if is_readable(dtype[name])]
 
@@ -305,7 +306,7 @@ def _unreadable(text: str) -> DataError:
 
 
 def readable_names(file: Any) -> Iterator[str]:
-    """Yield the names of datasets that can be read, from those that are soon found."""
+    """Yield names of datasets that can be read, among the first objects of a file."""
     waiting: list[tuple[str, Any]] = [("", file)]
     seen = {file.id}
     for _ in range(_MAX_VISITED):
@@ -323,7 +324,7 @@ def readable_names(file: Any) -> Iterator[str]:
 
 
 def num_rows_of(path: str, located: Sequence[Located], is_live: bool = False) -> int:
-    """Return how many examples all fields of a file have; as yet, where it is being written."""
+    """Return how many examples all fields of a file have, so far if it is being written."""
     _check_names(path, [each for each in located if each.listing is not None])
     known = [each for each in located if each.kind is not Kind.CONSTANT] or located
     lengths = {shown(each.field): each.num_rows for each in known}
@@ -332,7 +333,7 @@ def num_rows_of(path: str, located: Sequence[Located], is_live: bool = False) ->
             f"The fields of {path} are attributes alone, which do not say how many examples there "
             "are. Add a data set, or a path with *."
         )
-    # A writer appends to one dataset after the other.
+    # In a live file lengths may differ, because the writer appends to one dataset after the other.
     if len(set(lengths.values())) > 1 and not is_live:
         found = ", ".join(f"{name} has {length}" for name, length in lengths.items())
         raise DataError(
@@ -343,7 +344,7 @@ def num_rows_of(path: str, located: Sequence[Located], is_live: bool = False) ->
 
 
 def _check_names(path: str, located: Sequence[Located]) -> None:
-    """Make sure that all patterns match the same names."""
+    """Check that all patterns match the same names; otherwise raise DataError."""
     for other in located[1:]:
         for has, lacks in ((located[0], other), (other, located[0])):
             if has.listing is None or lacks.listing is None:

@@ -1,4 +1,4 @@
-"""Open files of a reader: few at a time, and none that changes."""
+"""Open files of a reader: a limited number at a time, with a check that no file has changed."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from mpistrat.native import native_library
 _T = TypeVar("_T")
 
 _MAX_OPEN_FILES, _MAX_MAPPED_FILES = 256, 4096
-"""An open file takes HDF5 0.6 MiB of memory, and a mapped one none."""
+"""HDF5 needs 0.6 MiB of memory per open file, but none for a mapped file."""
 
 _SHARE_OF_LIMIT = 2
 """The readers of a process open at most half of the files that it may open."""
 
 _LARGE_ROW_BYTES = 2**20
-"""Rows of at least that size are read to their place, which takes h5py longer to prepare."""
+"""Rows of at least this size are read into their place, which takes h5py longer to prepare."""
 
 _READ_ONLY = os.O_RDONLY | os.O_CLOEXEC
 
@@ -42,19 +42,19 @@ _CHECK_INTERVAL_S = 0.5
 
 
 class OpenFiles:
-    """Files by number, of which those used last stay open."""
+    """Files by number; the most recently used ones stay open."""
 
     def __init__(self, catalog: Catalog, mappings: dict[int, np.ndarray] | None = None) -> None:
         self._catalog = catalog
         self._mappings = {} if mappings is None else mappings
-        """The bytes of files by number, which the readers of a source share."""
+        """The mapped bytes of files by number, which the readers of a source share."""
         self._open: OrderedDict[int, _OpenFile] = OrderedDict()
         self._checked_at: dict[int, float] = {}
         self.lock = threading.Lock()
-        """To be held while a field is used: another thread might close its file."""
+        """Hold this lock while you use a field, because another thread might close its file."""
 
     def field(self, file: int, field: int) -> FieldAccess:
-        """Return access to a field; hold `lock` meanwhile."""
+        """Return access to a field; the caller must hold `lock`."""
         opened = self._opened(file)
         access = opened.fields[field]
         if access is None:
@@ -67,9 +67,9 @@ class OpenFiles:
         return access
 
     def fetch(self, file: int, field: int, start: int) -> StoredRows | None:
-        """Return the chunks that begin with row `start`, still encoded; hold `lock` meanwhile.
+        """Return the encoded chunks that begin with row `start`; the caller must hold `lock`.
 
-        ``None`` where only h5py can decode them.
+        ``None`` if only h5py can decode them.
         """
         chunks = self._catalog.files[file].layouts[field].chunks
         if isinstance(chunks, FilteredChunks):
@@ -77,7 +77,7 @@ class OpenFiles:
         return self.field(file, field).fetch(start)
 
     def file(self, file: int) -> Any:
-        """Return an open file for HDF5; hold `lock` meanwhile."""
+        """Return an open file for HDF5; the caller must hold `lock`."""
         opened = self._opened(file)
         if opened.file is None:
             entry = self._catalog.files[file]
@@ -85,7 +85,7 @@ class OpenFiles:
         return opened.file
 
     def descriptor(self, file: int) -> int:
-        """Return the descriptor of a file; hold `lock` meanwhile."""
+        """Return the descriptor of a file; the caller must hold `lock`."""
         opened = self._opened(file)
         if opened.descriptor is None:
             path = self._catalog.files[file].path
@@ -96,9 +96,9 @@ class OpenFiles:
         return opened.descriptor
 
     def mapping(self, file: int) -> np.ndarray | None:
-        """Return the bytes of a file as they are on disk, for `copy_rows`; hold `lock` meanwhile.
+        """Return the mapped bytes of a file, for compiled code; the caller must hold `lock`.
 
-        To touch them after the file has become shorter raises a signal. ``None`` where the file
+        Access to bytes that the file has lost since then raises a signal. ``None`` if the file
         system cannot map files.
         """
         self._opened(file)
@@ -116,12 +116,12 @@ class OpenFiles:
         return found
 
     def forget_mappings(self) -> None:
-        """Unmap files, whose pages count as memory of the process."""
+        """Unmap all files, because their pages count as memory of the process."""
         with self.lock:
             self._mappings.clear()
 
     def check(self, file: int) -> None:
-        """Check, in any thread and not too often, that a file has not changed."""
+        """Check that a file has not changed, at most once per interval; in any thread."""
         now = time.monotonic()
         if now - self._checked_at.get(file, -math.inf) >= _CHECK_INTERVAL_S:
             _check_unchanged(self._catalog.files[file])
@@ -130,11 +130,10 @@ class OpenFiles:
     def _opened(self, number: int) -> _OpenFile:
         opened = self._open.get(number)
         if opened is None:
-            self._checked_at.pop(number, None)  # what is opened now may be another file
+            self._checked_at.pop(number, None)  # the path may lead to a different file now
         self.check(number)
         if opened is None:
-            # The limit is one for all readers of the process, but a reader can close only its own
-            # files.
+            # All readers of the process share the limit, but a reader can close only its own files.
             while self._open and _num_open.total >= _limit():
                 self._close_oldest()
             opened = self._open[number] = _OpenFile(self._catalog.files[number])
@@ -142,7 +141,7 @@ class OpenFiles:
         return opened
 
     def _with_room(self, open_it: Callable[[], _T]) -> _T:
-        """Return what `open_it` opens, if need be after closing all others but the newest."""
+        """Return the result of `open_it`; closes the oldest files if too many are open."""
         while True:
             try:
                 opened = open_it()
@@ -150,8 +149,8 @@ class OpenFiles:
                 return opened
             except (OSError, DataError) as error:
                 reason = getattr(error.__cause__ or error, "errno", None)
-                # The program has files open too, so the limit of the system may come before that of
-                # `_limit`.
+                # The program has open files too, so the limit of the system may be reached before
+                # the limit of `_limit`.
                 if reason not in (errno.EMFILE, errno.ENFILE) or len(self._open) < 2:
                     raise
             self._close_oldest()
@@ -171,7 +170,7 @@ def _limit() -> int:
 
 
 class _Count:
-    """How many files all readers of the process have open."""
+    """The number of files that all readers of the process have open."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -187,7 +186,7 @@ _num_open = _Count()
 
 
 class _OpenFile:
-    """A file that is open, for HDF5 or without it or both."""
+    """A file that is open: in HDF5, by a descriptor, or both."""
 
     def __init__(self, entry: FileEntry) -> None:
         self.file: Any = None
@@ -232,12 +231,12 @@ def _changed(path: str) -> str:
 
 
 class FieldAccess:
-    """Reads rows of a dataset along an axis as a dtype, for one thread at a time."""
+    """Reads rows of a dataset along an axis as a dtype; one thread at a time may use it."""
 
     def __init__(self, dataset: Any, axis: int, dtype: np.dtype) -> None:
         self._dataset = dataset
         self._axis = axis
-        # Each of these attributes calls HDF5 every time.
+        # They are kept, because each access to these attributes calls HDF5.
         self._shape, self._chunk_shape = dataset.shape, dataset.chunks
         self._dtype = dtype_of(dataset)
         self._identifier = dataset.id
@@ -251,7 +250,7 @@ class FieldAccess:
         filters = hdf5.filters_of(dataset)
         row_bytes = math.prod(_others(self._shape, axis)) * self._dtype.itemsize
         self._is_large = row_bytes >= _LARGE_ROW_BYTES
-        if self._is_large and not filters:  # HDF5 puts the chunks straight to their places
+        if self._is_large and not filters:  # HDF5 copies such chunks directly into their places
             is_plain = False
         self._decoder = make_decoder(filters) if is_plain else None
         self._chunk_regions = (
@@ -261,9 +260,9 @@ class FieldAccess:
         )
 
     def fetch(self, start: int) -> StoredRows | None:
-        """Return the chunks that begin with row `start`, still encoded, or ``None``."""
-        # None where only h5py can decode them, or where it fills in what was never written: it
-        # reports that as MemoryError where no chunk of the dataset was.
+        """Return the encoded chunks that begin with row `start`, or ``None``."""
+        # None if only h5py can decode them, or if a chunk was never written, so that h5py must fill
+        # it in. If no chunk of the dataset was written, h5py raises MemoryError.
         if self._decoder is None:
             return None
         chunks = []
@@ -277,13 +276,13 @@ class FieldAccess:
         return StoredRows(self._decoder, self._dtype, self._chunk_shape, self._axis, chunks)
 
     def read(self, start: int, rows: np.ndarray) -> None:
-        """Fill `rows`, which begin with row `start`, as h5py reads them."""
+        """Fill `rows` with the rows from `start` on, read by h5py."""
         if not rows.size:
             return
         is_direct = self._is_large and not self._axis and self._dtype == rows.dtype
-        # HDF5 leaves elements as they are that were never written and have no fill value.
+        # HDF5 does not touch elements that were never written and have no fill value.
         if self._memory_type is not None or (is_direct and self._dtype.kind in "iuf"):
-            # Only the members that `rows` has are copied, and each once.
+            # HDF5 copies only the members that `rows` has, each once.
             place, axis = np.zeros(rows.ndim, np.intp), self._axis
             place[axis] = start
             shape = (*rows.shape[1 : axis + 1], len(rows), *rows.shape[axis + 1 :])
@@ -297,7 +296,7 @@ class FieldAccess:
             if axis:
                 rows[...] = np.moveaxis(elements, axis, 0)
             return
-        # Several times faster than read_direct.
+        # Slicing is several times faster than read_direct.
         part = (*[slice(None)] * self._axis, slice(start, start + len(rows)))
         assign(rows, np.moveaxis(self._dataset[part], self._axis, 0))
 
@@ -309,7 +308,7 @@ def _others(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
 def _chunk_regions(
     shape: tuple[int, ...], chunk_shape: tuple[int, ...]
 ) -> list[tuple[tuple[int, ...], _Region]]:
-    """Return where each of the chunks side by side begins in a row, and which region it fills."""
+    """Return for each chunk of a row where it begins in the row, and which region it fills."""
     starts = itertools.product(*map(range, itertools.repeat(0), shape, chunk_shape))
     regions = []
     for start in starts:
@@ -323,24 +322,24 @@ _Region = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class StoredRows:
-    """Rows as they lie in the file: the chunks that begin with one row, side by side."""
+    """Rows as they are stored: the encoded chunks that begin with the same row."""
 
     decoder: ChunkDecoder
     dtype: np.dtype
-    """As stored, foreign byte order too."""
+    """The stored dtype, perhaps in foreign byte order."""
     chunk_shape: tuple[int, ...]
     axis: int
     chunks: Sequence[tuple[_Region, int, bytes]]
-    """Of each which region of the rows it fills, the filter mask and the content."""
+    """For each chunk, the region of the rows that it fills, its filter mask and its content."""
 
     @classmethod
     def of_chunk(cls, chunks: FilteredChunks, filter_mask: int, content: bytes) -> StoredRows:
-        """Return whole rows, which lie in one chunk."""
+        """Return whole rows, which are in one chunk."""
         of_rows = [((slice(None),), filter_mask, content)]
         return cls(chunks.decoder, chunks.dtype, chunks.chunk_shape, 0, of_rows)
 
     def decode(self, rows: np.ndarray) -> None:
-        """Fill `rows`; ``ValueError`` where a chunk is damaged."""
+        """Fill `rows`; raise ValueError if a chunk is damaged."""
         num_bytes = math.prod(self.chunk_shape) * self.dtype.itemsize
         for region, filter_mask, content in self.chunks:
             decoded = self.decoder.decode(content, filter_mask, num_bytes)

@@ -39,25 +39,25 @@ from mpistrat.data.spec import known_shape
 from mpistrat.errors import DataError
 from mpistrat.system.background import clean_up
 
-_READ_ERRORS = (OSError, KeyError, TypeError, ValueError, RuntimeError)  # those of h5py
+_READ_ERRORS = (OSError, KeyError, TypeError, ValueError, RuntimeError)  # from h5py
 
 _TINY_CHUNK_BYTES = 2**14
-"""Such chunks are decoded where they are announced: handing them to a thread takes longer."""
+"""Chunks up to this size are decoded when they are announced: starting a task takes longer."""
 _FIRST = np.zeros((), np.intp)  # the number of the only file
-_AHEAD_BYTES = 2**23  # of rows with known places, which the disk is asked for
+_AHEAD_BYTES = 2**23  # of rows with known places that are requested from the disk
 _MIN_RUN_ROWS = 8
-"""Fewer rows in a row may still be a part of disorder: then a block is read and cached."""
+"""Shorter runs may occur by chance in shuffled rows, so they are read in blocks and cached."""
 
 _Columns = dict[int, tuple[np.ndarray, np.ndarray]]
-"""By field the chunk of each row, and the rows."""
+"""For each field, the chunk of each row, and the rows."""
 
 
 class Hdf5Reader:
     """Reads examples by their numbers, in any order."""
 
     # Threads decode whole chunks, outside of HDF5 if their filters are known, in the order in which
-    # they are announced to `expect`. Runs of rows without chunks are read by slices. The readers of
-    # a source share caches of small fields. While a batch is used, a thread copies the next one.
+    # `expect` announces them. Runs of rows without chunks are read as slices. The readers of a
+    # source share the caches of small fields. While a batch is used, threads copy the next one.
 
     def __init__(
         self,
@@ -70,13 +70,13 @@ class Hdf5Reader:
     ) -> None:
         self._catalog = catalog
         self.fills_given_memory = empty is not None
-        empty = empty or Pool().take  # the first touch of new memory takes as long as the read
+        empty = empty or Pool().take  # the first access to new memory takes as long as the read
         self.empty = empty
         self._offsets = catalog.offsets
         self._starts: list[int] = self._offsets.tolist()
         self._files = OpenFiles(catalog, mappings)
         self._threads = DecodingThreads()
-        # Runs of rows take less time to copy than to hand over.
+        # Helpers do not pay for runs of rows, which are copied faster than a task is started.
         self._num_helpers = self._threads.count - 1 if window_rows else 0
         self._pid, self._plans = os.getpid(), plan_fields(catalog, window_rows)
         specs = [layout.spec for layout in catalog.files[0].layouts]
@@ -96,17 +96,17 @@ class Hdf5Reader:
         self._cached = [field for field in self._filled if self._plans[field].is_cached]
         others = [field for field in self._filled if field not in self._cached]
         placed = [field for field in others if is_placed(catalog, field)]
-        # Of compound rows each member that is needed is copied from its place.
+        # Of compound rows, only the members that are needed are copied.
         self._placed = [
             PlacedLeaf(number, field, output.leaf.members, catalog, self._files, empty)
             for number, output in enumerate(catalog.outputs)
             if (field := output.column) is not None and field in placed
         ]
         self._are_placed = set(placed)
-        # Columns that slices of runs may not bring, and all that is read one by one.
+        # If slices of runs supply fewer columns than this, other fields must be read.
         self._num_to_read = len(self._filled) + len(self._singles)
         others = [field for field in others if field not in placed]
-        # In disorder data without chunks are read in blocks, which are treated as chunks.
+        # If rows are shuffled, data without chunks are read in blocks, which are treated as chunks.
         self._announced = [field for field in others if window_rows or field in self._chunked]
         self._sliced = [field for field in others if field not in self._announced]
         if not window_rows:
@@ -114,20 +114,19 @@ class Hdf5Reader:
         self._chunk_caches: dict[int, ChunkCache] = {}
         self._expected = _ExpectedRows()
         self._begun: tuple[np.ndarray, dict[int, RowCopies], _Columns] | None = None
-        """The rows that come next, and the copies of them that were begun: of those with a place
-        by leaf, of decoded ones by field."""
+        """The next rows and the copies of them that are under way: by leaf if their place in the
+        file is known, by field if they were decoded."""
         if self._announced:
             widest = self._plans[catalog.widest]
-            # The inverse of `plan_fields`, which plans slots for 9/4 of a window: the rows of one
-            # window.
+            # The rows of one window: `plan_fields` plans slots for 9/4 of a window.
             self.lookahead_rows = max(widest.num_slots * widest.rows_per_slot * 4 // 9, 1)
-        elif self._placed and window_rows:  # nothing to decode, but the disk may begin
+        elif self._placed and window_rows:  # nothing to decode, but the disk can read ahead
             self.lookahead_rows = max(_AHEAD_BYTES // sum(catalog.row_sizes), 1)
         else:  # runs are read whole
             self.lookahead_rows = 0
 
     def expect(self, block: Block) -> None:
-        """Record that the rows `block` are going to be read, after those noted before."""
+        """Record that the rows `block` will be read, after those announced before."""
         self._check_process()
         numbers = np.asarray(block, np.int64)
         files, rows = self._locate(numbers)
@@ -171,13 +170,13 @@ class Hdf5Reader:
 
     @property
     def reads_runs(self) -> bool:
-        """Whether `read_runs` is faster than to read each row."""
-        # Members of compound rows, and matches, do not lie one behind the other.
+        """Whether `read_runs` is faster than reading each row."""
+        # Members of compound rows, and matches, are not stored next to each other.
         are_plain = not any(c.dtype.names or c.is_matches for c in self._catalog.columns)
         return are_plain and not self._singles and len(self._are_placed) == len(self._filled)
 
     def expect_runs(self, firsts: np.ndarray, length: int) -> None:
-        """Record that `read_runs` is going to be called, where it is faster."""
+        """Record that `read_runs` will be called; only if `reads_runs` is true."""
         self._check_process()
         for rows in (firsts, firsts + (length - 1)):
             self._ask_for(*self._locate(rows))
@@ -209,7 +208,7 @@ class Hdf5Reader:
         outputs: dict[int, np.ndarray],
     ) -> None:
         """Add the small fields to `outputs`, provided that their files are unchanged."""
-        # Cached rows are taken without a look at their files, so a file that has changed would go
+        # Cached rows are taken without opening their files, so a change of a file would go
         # unnoticed.
         self._check_files(files)
         for field in self._cached:
@@ -217,33 +216,33 @@ class Hdf5Reader:
             cache = self._row_caches.get(field)
             if cache is None:
                 cache = RowCache(self._plans[field], self._offsets, shape, dtype)
-                # Readers in several threads may come here at the same time. All use the cache that
-                # was first.
+                # Readers in several threads may create a cache at the same time. All use the first
+                # one.
                 cache = self._row_caches.setdefault(field, cache)
             output = outputs[field] = self.empty((len(numbers), *shape), dtype)
             cache.take(numbers, files, rows, partial(self._decode, field), output)
 
     def _ask_for(self, files: np.ndarray, rows: np.ndarray) -> None:
-        """Have the system begin to read rows whose place is known."""
+        """Have the system begin to read rows whose place in the file is known."""
         for file in np.unique(files).tolist() if files.ndim else (0,):
             own = rows[files == file] if files.ndim else rows
             asked: set[int] = set()
             with self._files.lock:
                 descriptor = self._files.descriptor(file)
                 for placed in self._placed:
-                    if placed.field not in asked:  # one member of compound rows brings the others
+                    if placed.field not in asked:  # a request for one member reads whole rows
                         placed.rows.ask_for(descriptor, file, own)
                     asked.add(placed.field)
 
     def _begin_next(self, count: int) -> None:
-        """Begin to copy the next rows in other threads, as far as nothing has to be decoded."""
+        """Begin to copy the next rows in other threads, if they are decoded already."""
         numbers = self._expected.first(count) if self._num_helpers else None
         if numbers is None:
             return
         files, rows = self._locate(numbers)
         copies: dict[int, RowCopies] = {}
         columns: _Columns = {}
-        with contextlib.suppress(DataError):  # which is raised again where these rows are read
+        with contextlib.suppress(DataError):  # the error is raised again when the rows are read
             for placed in self._placed:
                 copies[placed.number] = placed.begin(files, rows, self._num_helpers)
         for field in self._announced:
@@ -256,7 +255,7 @@ class Hdf5Reader:
         self._begun = numbers, copies, columns
 
     def _take_begun(self, numbers: np.ndarray) -> tuple[dict[int, RowCopies], _Columns]:
-        """Return the copies of these rows that were begun."""
+        """Return the copies that are under way, if they are of these rows."""
         begun, self._begun = self._begun, None
         return begun[1:] if begun and begun[0].tobytes() == numbers.tobytes() else ({}, {})
 
@@ -267,9 +266,9 @@ class Hdf5Reader:
         outputs: dict[int, np.ndarray],
         begun: _Columns,
     ) -> None:
-        """Add the fields that are missing in `outputs`, picked from what was decoded."""
-        # Only rows that were announced are counted by the caches. Releasing others would make their
-        # counts negative, or take counts from rows that are still to come.
+        """Add the fields that are missing in `outputs`, copied from decoded chunks."""
+        # The caches count only announced rows. Releasing other rows would make the counts negative,
+        # or too low for rows that are still to come.
         are_announced = bool(self._expected)
         for field in self._filled:
             if field in outputs or field in self._are_placed:
@@ -288,14 +287,14 @@ class Hdf5Reader:
         self._expected.drop(len(rows))
 
     def _locate(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the file of each example, or of all, and their rows there."""
+        """Return the file of each example, or the only file, and the rows there."""
         if len(self._starts) == 2:
             return _FIRST, numbers
         files = np.searchsorted(self._offsets, numbers, "right") - 1
         return files, numbers - self._offsets[files]
 
     def _slices(self, first: int, end: int) -> dict[int, np.ndarray]:
-        """Return the rows [first, end) of the fields that are read by slices."""
+        """Return the rows [first, end) of the fields that are read as slices."""
         shapes = {field: self._specs[field] for field in self._sliced}
         outputs = {f: self.empty((end - first, *s), dtype) for f, (s, dtype) in shapes.items()}
         start = first
@@ -309,7 +308,7 @@ class Hdf5Reader:
         return outputs
 
     def _chunk_cache(self, field: int) -> ChunkCache:
-        """Return the decoded chunks of a field, which take memory only once they are used."""
+        """Return the chunk cache of a field, which is created on first use to save memory."""
         cache = self._chunk_caches.get(field)
         if cache is None:
             plan, (shape, dtype) = self._plans[field], self._specs[field]
@@ -325,7 +324,7 @@ class Hdf5Reader:
             done: Future[None] = Future()
             try:
                 self._decode(field, chunks)
-            except Exception as error:  # to be raised where a row of them is read
+            except Exception as error:  # raised when a row of these chunks is read
                 done.set_exception(error)
             else:
                 done.set_result(None)
@@ -337,14 +336,15 @@ class Hdf5Reader:
         row_ranges = [self._plans[field].row_range(chunk) for chunk, _ in chunks]
         done = self._decode_in_place(field, row_ranges, [slot for _, slot in chunks])
         row_ranges, chunks = row_ranges[done:], chunks[done:]
-        # Together, because threads that wait for the lock stand in each other's way.
+        # All are fetched under one lock, because threads that wait for the lock slow each other.
         stored = self._fetch(field, row_ranges)
         for (file, start, stop), (_, slot), content in zip(row_ranges, chunks, stored, strict=True):
             rows = slot[: stop - start]
             if content is None:
                 self._read(file, field, start, rows)
                 continue
-            # h5py decodes no better what is damaged, but delivers a short chunk as it is.
+            # A damaged chunk is not left to h5py, which cannot decode it either, but returns a
+            # chunk that is too short without an error.
             try:
                 content.decode(rows)
             except ValueError as reason:
@@ -353,12 +353,12 @@ class Hdf5Reader:
     def _decode_in_place(
         self, field: int, row_ranges: Sequence[tuple[int, int, int]], slots: list[np.ndarray]
     ) -> int:
-        """Have compiled code decode the first chunks, those of one file; return how many it did."""
+        """Have compiled code decode the first chunks, all of one file; return their number."""
         file = row_ranges[0][0]
         chunks = self._catalog.files[file].layouts[field].chunks
         if not isinstance(chunks, CompressedChunks):
             return 0
-        # Only for the look-up: decoding itself, of the bytes in the mapping, needs no lock.
+        # Only the look-up needs the lock; decoding uses the bytes of the mapping.
         with self._files.lock:
             mapped = self._files.mapping(file)
         of_file = itertools.takewhile(lambda row_range: row_range[0] == file, row_ranges)
@@ -366,7 +366,7 @@ class Hdf5Reader:
         return 0 if mapped is None else chunks.decode(mapped, starts, slots[: len(starts)])
 
     def _fetch(self, field: int, row_ranges: list[tuple[int, int, int]]) -> list[StoredRows | None]:
-        """Return chunks as they are stored; ``None`` for those that h5py has to decode."""
+        """Return chunks as they are stored; ``None`` for chunks that h5py must decode."""
         stored: list[StoredRows | None] = []
         with self._files.lock:
             for file, start, stop in row_ranges:
@@ -382,7 +382,7 @@ class Hdf5Reader:
         return stored
 
     def _read(self, file: int, field: int, start: int, rows: np.ndarray) -> None:
-        """Fill `rows`, which begin with row `start` of a file, in this thread."""
+        """Fill `rows` with the rows of a file from row `start` on, in this thread."""
         storage = self._catalog.files[file].layouts[field].storage
         try:
             with self._files.lock:
@@ -395,7 +395,7 @@ class Hdf5Reader:
             raise self._catalog.read_error(reason, file, field, start, stop) from reason
 
     def check(self, block: Block) -> None:
-        """Raise where the rows `block`, which were read, may not be used any more."""
+        """Raise DataError if the rows `block`, which were read, must not be used any more."""
         self._check_process()
         self._check_files(self._locate(block)[0])
 
@@ -416,7 +416,7 @@ class Hdf5Reader:
             clean_up(self._release)
 
     def trim(self, is_last: bool) -> None:
-        """Give back pages of files, and after the last pass what a further one would use."""
+        """Release pages of files, and after the last pass also the caches for further passes."""
         self._files.forget_mappings()
         if is_last:
             self._row_caches.clear()
@@ -424,8 +424,8 @@ class Hdf5Reader:
 
     def _release(self) -> None:
         self._begun = None
-        # The threads end before the caches are closed: these give their memory to the next reader,
-        # and no task may write to it any more.
+        # The threads end before the caches are closed, because the next reader gets the memory of
+        # the caches, and no task may write to it any more.
         self._threads.close()
         for cache in self._chunk_caches.values():
             cache.close()
@@ -433,12 +433,12 @@ class Hdf5Reader:
 
 
 class _ExpectedRows:
-    """Queue of the rows that were announced and not read yet."""
+    """Queue of rows that were announced and not read yet."""
 
     def __init__(self) -> None:
         self._blocks: deque[Block] = deque()
         self._start = 0
-        """So many rows of the first block were read."""
+        """Number of rows of the first block that were read."""
 
     def __bool__(self) -> bool:
         return bool(self._blocks)
@@ -449,12 +449,12 @@ class _ExpectedRows:
             self._blocks.append(block)
 
     def first(self, count: int) -> Block | None:
-        """Return the next rows; ``None`` where there are not so many."""
+        """Return the next rows; ``None`` if there are fewer."""
         parts: list[Block] = []
         start = self._start
         for block in self._blocks:
             part = block[start : start + count]
-            # Usually the rows of a batch are all in one block, and nothing is copied.
+            # Usually all rows of a batch are in one block, and nothing is copied.
             if len(part) == count and not parts:
                 return part
             parts.append(part)
@@ -464,7 +464,7 @@ class _ExpectedRows:
         return None
 
     def drop(self, count: int) -> None:
-        """Remove the next rows, or all where there are not so many."""
+        """Remove the next rows, or all if there are fewer."""
         self._start += count
         while self._blocks and self._start >= len(self._blocks[0]):
             self._start -= len(self._blocks.popleft())
@@ -473,7 +473,7 @@ class _ExpectedRows:
 
 
 def _is_run(numbers: np.ndarray) -> bool:
-    """Return whether rows follow one another, and are more than a few."""
+    """Return whether rows are consecutive, and at least `_MIN_RUN_ROWS`."""
     first, count = int(numbers[0]), len(numbers)
     if count < _MIN_RUN_ROWS or numbers[-1] != first + count - 1:
         return False

@@ -1,7 +1,7 @@
 """Rows whose place in their file is known: each is copied once, from the file into the batch.
 
-Contiguous datasets, and chunks of whole rows that no filter has changed, need neither HDF5 nor a
-cache: the system has them in memory, or reads them from the disk when it is asked ahead of time.
+Contiguous datasets, and chunks of whole rows without filters, need neither HDF5 nor a cache: the
+system has them in memory, or reads them from the disk ahead of time on request.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from mpistrat.native import native_library
 
 
 def is_placed(catalog: Catalog, field: int) -> bool:
-    """Return whether compiled code can read the rows of a field, by their place in each file."""
+    """Return whether compiled code can read the rows of a field by their place in each file."""
     storages = [file.layouts[field].storage for file in catalog.files]
     is_known = all(storage is not None and storage.dtype.isnative for storage in storages)
     return is_known and native_library() is not None
 
 
 def lies_in_one_piece(catalog: Catalog, field: int) -> bool:
-    """Return whether rows of a placed field that follow one another are one read of each file."""
-    # Its page tables make a mapping slower there.
+    """Return whether consecutive rows of a placed field can be read in one call per file."""
+    # For such rows a mapping is slower, because of its page tables.
     if any(each.column == field and each.leaf.members for each in catalog.outputs):
         return False
     storages = [file.layouts[field].storage for file in catalog.files]
@@ -37,7 +37,7 @@ def lies_in_one_piece(catalog: Catalog, field: int) -> bool:
 
 
 Rows = tuple[np.ndarray, np.ndarray | None, np.ndarray]
-"""Numbers of rows, or of the first ones of runs, their places, and the output."""
+"""Numbers of rows, or of the first rows of runs, their places in the output, and the output."""
 
 
 def _rows_of_runs(firsts: np.ndarray, places: np.ndarray | None, output: np.ndarray) -> Rows:
@@ -51,21 +51,21 @@ def _rows_of_runs(firsts: np.ndarray, places: np.ndarray | None, output: np.ndar
 
 @dataclass
 class RowCopies:
-    """Rows of one field whose copies were begun."""
+    """Copies of rows of one field that are under way."""
 
     output: np.ndarray
     parts: list[tuple[list[Any] | None, int, np.ndarray, np.ndarray | None]]
-    """What ends each copy, the file that it is from, which of its rows, and where they go."""
+    """For each file: the copies to end, its number, the rows there, and their places."""
 
 
 class PlacedField:
-    """One column of all files, or a member of it, read by the places of its rows."""
+    """One column of all files, or a member of it, read by the places of the rows."""
 
     def __init__(self, catalog: Catalog, field: int, members: tuple[str, ...] = ()) -> None:
         self._storages = [file.layouts[field].storage for file in catalog.files]
         self._row_bytes = catalog.row_sizes[field]
         self._begins = [0] * len(catalog.files)
-        """Where the member begins in a row, which each file may have elsewhere."""
+        """The offset of the member in a row, which may differ between files."""
         if members:
             dtypes = [each.dtype for each in self._storages if each is not None]
             places = [_place_of(dtype, members) for dtype in dtypes]
@@ -75,7 +75,7 @@ class PlacedField:
         self._num_rows = [file.num_rows for file in catalog.files]
         self._block_rows = min(file.layouts[field].rows_per_chunk for file in catalog.files)
         self._asked_for: list[np.ndarray | None] = [None] * len(catalog.files)
-        """Of each file its blocks that the system has been asked for."""
+        """For each file, the blocks that were already requested from the system."""
 
     def begin(
         self,
@@ -88,8 +88,8 @@ class PlacedField:
     ) -> list[Any]:
         """Begin to fill the rows `places` of `output`, by default all, with rows of a mapped file.
 
-        Other threads begin it, and `end` takes what is returned. Nobody may change the arrays
-        meanwhile.
+        Helper threads begin the copy, and `end` takes the returned list. The arrays must not change
+        until then.
         """
         offsets = self._storage(file).offsets(rows)
         if self._begins[file]:
@@ -97,9 +97,9 @@ class PlacedField:
         return [self._library.begin_copy(mapped, offsets, places, output, num_helpers)]
 
     def end(self, copies: list[Any]) -> None:
-        """Do the rest of copies; OSError where the file has become shorter."""
-        # The end of a mapping that the file no longer has raises SIGBUS. Compiled code catches it
-        # (native/rows.c) and returns false.
+        """Do the rest of the copies; raise OSError if the file has become shorter."""
+        # Access to the part of a mapping that the file has lost raises SIGBUS. Compiled code
+        # catches it (native/rows.c) and returns false.
         if not all(map(self._library.end_copy, copies)):
             raise OSError("the file has become shorter, or its disk fails")
 
@@ -113,7 +113,7 @@ class PlacedField:
         num_helpers: int,
     ) -> list[Any]:
         """Begin to fill `output`, of shape ``(runs, length, *shape)``, with runs of rows."""
-        # A run that crosses the end of a chunk continues at a different place of the file, so it is
+        # A run that crosses the end of a chunk continues at a different place in the file, so it is
         # copied row by row.
         are_whole = self._storage(file).are_in_one_piece(firsts, output.shape[1])
         if are_whole.all():
@@ -140,7 +140,7 @@ class PlacedField:
         places: np.ndarray | None,
         output: np.ndarray,
     ) -> None:
-        """Fill `output` at once, from a file that cannot be mapped."""
+        """Fill `output` in this call, from a file that cannot be mapped."""
         storage = self._storage(file)
         flat = output.view(np.uint8).reshape(len(output), -1)
         offsets = (storage.offsets(rows) + self._begins[file]).tolist()
@@ -150,7 +150,7 @@ class PlacedField:
                 raise OSError("the file has become shorter")
 
     def ask_for(self, descriptor: int, file: int, rows: np.ndarray) -> None:
-        """Have the system begin to read the blocks of `rows`, each once."""
+        """Have the system begin to read the blocks of `rows`, each block once."""
         storage = self._storages[file]
         if storage is None:
             return
@@ -169,7 +169,7 @@ class PlacedField:
 
 
 def _place_of(dtype: np.dtype, members: tuple[str, ...]) -> tuple[int, int]:
-    """Return where a member begins in compound rows, and its size."""
+    """Return the offset of a member in compound rows, and its size."""
     begin = 0
     for name in members:
         if dtype.fields is None:
@@ -200,15 +200,15 @@ class PlacedLeaf:
     def begin(
         self, files: np.ndarray, rows: np.ndarray, num_helpers: int, *length: int
     ) -> RowCopies:
-        """Begin to copy rows once, or runs of a `length` from `rows` on."""
+        """Begin to copy rows, or, with a `length`, runs that start at `rows`."""
         begin = self.rows.begin_runs if length else self.rows.begin
         output = self._empty((len(rows), *length, *self._shape), self._dtype)
         parts = []
         for file in np.unique(files).tolist() if files.ndim else (0,):
             places = None if not files.ndim else np.flatnonzero(files == file)
             own = rows if places is None else rows[places]
-            # Only to look the mapping up: the array keeps it alive while the rows are copied,
-            # without the lock.
+            # The lock is needed only to look up the mapping. The array keeps it alive while the
+            # rows are copied.
             with self._files.lock:
                 mapped = self._files.mapping(file)
             copy = None
@@ -227,7 +227,7 @@ class PlacedLeaf:
                     continue
                 rows_to = (own, places, output)
                 rows_to = _rows_of_runs(*rows_to) if are_runs else rows_to
-                with self._files.lock:  # it cannot be mapped
+                with self._files.lock:  # the file cannot be mapped
                     self.rows.read_slowly(self._files.descriptor(file), file, *rows_to)
             except OSError as reason:
                 first, last = int(own.min()), int(own.max())

@@ -1,4 +1,4 @@
-"""HDF5 source: the examples of one or several files, and what ranks agree on of them."""
+"""HDF5 source: the examples of one or several files, and how the ranks agree on these files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Hdf5Source(PlainSource):
-    """Examples from one or several HDF5 files, which are looked at when first needed."""
+    """Examples from one or several HDF5 files, which are opened on first use."""
 
     is_of_files = True
 
@@ -58,16 +58,16 @@ class Hdf5Source(PlainSource):
         _check_fields(fields)
         self._fields = fields
         self.is_live = is_live
-        """Whether the files are being written, by SWMR."""
+        """Whether a program is writing the files, with SWMR."""
         self._known: Known | None = None
-        """What rank 0 has found in the files."""
+        """The catalog of rank 0, as JSON values."""
         self._row_caches: dict[int, RowCache] = {}
         self._mappings: dict[int, np.ndarray] = {}
         self._single_caches: dict[int, dict[int, Any]] = {}
         self._empty: Allocate | None = None
 
     def with_memory(self, empty: Allocate | None) -> Hdf5Source:
-        """Return the source of the same examples, read into arrays that `empty` makes."""
+        """Return the source of the same examples, read into arrays that `empty` allocates."""
         source = copy.copy(self)
         source._empty = empty
         return source
@@ -93,9 +93,9 @@ class Hdf5Source(PlainSource):
         try:
             chosen = tuple(named[field] or field for field in fields)
         except (KeyError, IndexError, TypeError):
-            return None  # the one who asked says what is wrong
+            return None  # the caller raises an error that names the missing field
         source = copy.copy(self)
-        # If they were cached, they are those of all fields.
+        # Cached values belong to the source with all fields.
         for name in ("catalog", "layout"):
             vars(source).pop(name, None)
         source._fields, source._row_caches, source._mappings = chosen, {}, {}
@@ -103,31 +103,31 @@ class Hdf5Source(PlainSource):
 
     @cached_property
     def catalog(self) -> Catalog:
-        """What the files contain; the first use opens each of them."""
+        """The contents of the files; the first use opens each of them."""
         return read_catalog(self._patterns, self._fields, self._known, self.is_live)
 
     @property
     def has_patterns(self) -> bool:
-        """Whether fields match groups, which rank 0 lists for all."""
+        """Whether fields have patterns, whose matches rank 0 lists for all ranks."""
         given = nests.flatten(self._fields)[0] if self._fields is not None else []
         return any(has_pattern(as_field(each)) for each in given)
 
     @property
     def may_be_shared(self) -> bool:
-        """Whether rank 0 looks at the files for all ranks: at many, or at many groups."""
+        """Whether rank 0 opens the files for all ranks, because of many files or many groups."""
         return self.has_patterns or len(self._patterns) > 1 or glob.has_magic(self._patterns[0])
 
     def learn(self, known: Known) -> None:
-        """Take what another rank knows of the files, unless they were looked at here."""
+        """Use the catalog of a different rank, unless this rank has opened the files itself."""
         self._known = known
 
     def anew(self) -> Hdf5Source:
-        """Return the source of what the files contain now, with nothing read yet."""
+        """Return a new source of the same files, which has not read anything yet."""
         source = Hdf5Source(self._patterns, self._fields, self.is_live)
         return source.with_memory(self._empty)
 
     def limit_rows(self, num_rows: Sequence[int]) -> None:
-        """Have each file end after so many rows."""
+        """Limit each file to this number of rows."""
         files = [
             dataclasses.replace(file, num_rows=count)
             for file, count in zip(self.catalog.files, num_rows, strict=True)
@@ -136,7 +136,7 @@ class Hdf5Source(PlainSource):
 
     @property
     def is_read(self) -> bool:
-        """Whether the files have been looked at."""
+        """Whether the files have been opened."""
         return "catalog" in vars(self)
 
     def __repr__(self) -> str:
@@ -154,7 +154,7 @@ class Hdf5Source(PlainSource):
 
     @property
     def num_examples(self) -> int:  # type: ignore[override]
-        """The rows of all files together."""
+        """The number of rows of all files together."""
         return int(self.catalog.offsets[-1])
 
     @property
@@ -163,12 +163,12 @@ class Hdf5Source(PlainSource):
         return self.catalog.offsets[1:-1]
 
     def row_lengths(self) -> np.ndarray | None:
-        """Return the common length of the arrays of each example, if the files tell it."""
+        """Return the common length of the arrays of each example, if the files have it."""
         return self.catalog.row_lengths()
 
     @cached_property
     def layout(self) -> ChunkLayout | None:
-        """The chunks of the field with the largest rows, which cost most to decode."""
+        """The chunks of the field with the largest rows, which take longest to decode."""
         catalog = self.catalog
         starts = [
             np.arange(offset, offset + file.num_rows, catalog.rows_per_chunk(file))
@@ -180,20 +180,20 @@ class Hdf5Source(PlainSource):
 
     @property
     def kind(self) -> str:
-        """The method and the fields: ranks that read other ones of one shape differ too."""
+        """The method and the fields, so that ranks with different fields of one shape differ."""
         return "from_hdf5" if self._fields is None else f"from_hdf5 of {self._fields!r}"
 
     @property
     def order_entries(self) -> list[str]:
         """The size of an example, and the name, length and chunks of each file."""
-        # Folders do not count, so that ranks may read their own copies.
+        # Folders are not compared, so that ranks may read their own copies.
         catalog = self.catalog
         entries = [f"{catalog.example_bytes} bytes an example"] + [
             f"the file {os.path.basename(file.path)} with {file.num_rows} rows in chunks of "
             f"{catalog.rows_per_chunk(file)}"
             for file in catalog.files
         ]
-        # Fields that are more than a path decide what a row is, and the names which comes when.
+        # An attribute or an axis decides what a row is; the names of matches decide their order.
         given = nests.flatten(self._fields)[0] if self._fields is not None else []
         forms = [
             field for field in map(as_field, given) if field.attribute is not None or field.axis
@@ -207,7 +207,7 @@ class Hdf5Source(PlainSource):
         return entries
 
     def open(self, window_rows: int, stream: PassStream) -> Hdf5Reader:
-        """Return a reader that caches two windows: one in use, and the next."""
+        """Return a reader that caches two windows: the one in use and the next one."""
         return Hdf5Reader(
             self.catalog,
             window_rows,
@@ -234,7 +234,7 @@ def _check_fields(fields: Any) -> None:
 
 
 def _sources(pipeline: Pipeline) -> Iterator[Hdf5Source]:
-    """Yield the files that a pipeline reads, also those of datasets that it combines."""
+    """Yield the HDF5 sources of a pipeline, including the datasets that it combines."""
     if isinstance(pipeline.source, Hdf5Source):
         yield pipeline.source
     for child in getattr(pipeline.source, "children", ()):
@@ -242,8 +242,8 @@ def _sources(pipeline: Pipeline) -> Iterator[Hdf5Source]:
 
 
 def describe_files(pipeline: Pipeline) -> list[Any]:
-    """Return what the ranks compare before they share a catalog, as JSON values. Local."""
-    # Other ranks of a program may have other files or have looked at them already.
+    """Return the values that ranks compare before they share a catalog, as JSON values. Local."""
+    # Other ranks may have different files, or may have opened them already.
     return [
         [repr(source), source.is_live, source.may_be_shared and not source.is_read]
         for source in _sources(pipeline)
@@ -254,18 +254,18 @@ def describe_files(pipeline: Pipeline) -> list[Any]:
 def agree_on_files(
     pipeline: Pipeline, of_ranks: list[list[Any]], collectives: Collectives, kind: str
 ) -> Pipeline:
-    """Return the pipeline with what all ranks know alike of its files. **Collective**.
+    """Return the pipeline with the same catalog of its files on all ranks. **Collective**.
 
-    `of_ranks` is what `describe_files` gave on each rank.
+    `of_ranks` has the result of `describe_files` of each rank.
     """
     if not of_ranks[0]:
         return pipeline
     named = [[entry[:2] for entry in entries] for entries in of_ranks]
     if any(each != named[0] for each in named):
-        return pipeline  # if they differ, the comparison of datasets says so
+        return pipeline  # if they differ, `check_same` raises an error
     source = pipeline.source
     if isinstance(source, Hdf5Source) and source.is_live:
-        # What was seen before may be less than there is now.
+        # The files may have grown since they were opened.
         pipeline = dataclasses.replace(pipeline, source=source.anew())
     sources = [each for each in _sources(pipeline) if each.is_live or each.may_be_shared]
     for number, each in enumerate(sources):
@@ -280,20 +280,20 @@ def agree_on_files(
                 lambda each=each: [file.num_rows for file in each.catalog.files],  # type: ignore[misc]
                 kind,
             )
-            # A writer may append between the looks of two ranks. All use the rows that every rank
-            # has seen.
+            # The writer may append rows after one rank has opened the file and before the next one
+            # does. All ranks use the rows that every rank has seen.
             each.limit_rows([min(of_file) for of_file in zip(*lengths, strict=False)])
     return pipeline
 
 
 _NUM_COMPARED = 64
-"""Examples of a dataset that are compared, spread evenly over its files."""
+"""Number of examples that are compared, spread evenly over the files of a dataset."""
 
 
 def check_copies(pipeline: Pipeline, collectives: Collectives, kind: str) -> None:
-    """Raise `DataError` if the files of some ranks hold other examples. **Collective**.
+    """Raise `DataError` if the files of some ranks have different examples. **Collective**.
 
-    All ranks have the same pipeline, as far as names, lengths and types of examples tell.
+    All ranks must already have the same pipeline, with the same names, lengths and types.
     """
     sources = [each for each in _sources(pipeline) if not each.is_live]
     if not sources or collectives.size == 1:
@@ -314,7 +314,7 @@ def check_copies(pipeline: Pipeline, collectives: Collectives, kind: str) -> Non
         f"{rank_list(ranks)} {'reads' if len(ranks) == 1 else 'read'} {places[ranks[0]]}"
         for ranks in ranks_by_value(enumerate(digests)).values()
     ]
-    with collectives.common_outcome(kind):  # so that replicas of one rank raise it together
+    with collectives.common_outcome(kind):  # so that all replicas of a rank raise it together
         raise DataError(
             f"{kind}: all ranks must read the same examples, but their files differ, which "
             f"{sources[0]!r} names: {', '.join(found)}. Copy the files again, or pass a path that "
@@ -324,7 +324,7 @@ def check_copies(pipeline: Pipeline, collectives: Collectives, kind: str) -> Non
 
 
 def _digest_of_sample(source: Hdf5Source) -> int:
-    """Return 64 bits that stand for some of the examples. Local."""
+    """Return a 64-bit digest of some of the examples. Local."""
     count = source.num_examples
     numbers = np.unique(np.linspace(0, count - 1, min(count, _NUM_COMPARED)).astype(np.int64))
     with closing(source.open(len(numbers), PassStream())) as reader:
@@ -334,6 +334,6 @@ def _digest_of_sample(source: Hdf5Source) -> int:
 
 
 def _digest_of_leaf(leaf: np.ndarray) -> int:
-    if leaf.dtype == object:  # texts, and rows of different lengths
+    if leaf.dtype == object:  # strings, and rows of different lengths
         return mixed_digest([_digest_of_leaf(np.asarray(each)) for each in leaf.reshape(-1)])
     return digest_of_values(leaf)

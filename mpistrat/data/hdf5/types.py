@@ -1,4 +1,4 @@
-"""Stored types: which HDF5 types become arrays, texts and rows of varying length."""
+"""Stored types: which HDF5 types become arrays, strings and rows of varying length."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OPAQUE = "opaque or unknown to NumPy"
 
 
 class UnreadableType(Exception):
-    """A type that has no form as an array; the message says which."""
+    """Raised if a type cannot be represented as an array; the message names the type."""
 
 
 class Form(enum.Enum):
@@ -38,11 +38,11 @@ class Leaf:
     """One array of an example: a type without members, or a member of a compound type."""
 
     members: tuple[str, ...]
-    """The way to it, from the outer type."""
+    """The names of the member and of the members that contain it, from the outside."""
     dtype: np.dtype
-    """Of its elements, in native byte order."""
+    """Dtype of the elements, in native byte order."""
     shape: tuple[int, ...]
-    """Of the member in each element."""
+    """Shape of the member in each element."""
     form: Form
 
     def spec(self, shape: tuple[int | None, ...]) -> ArraySpec:
@@ -52,8 +52,8 @@ class Leaf:
 
 
 def dtype_of(node: Any) -> np.dtype:
-    """Return the dtype of a dataset or an attribute, opaque where NumPy has no such type."""
-    # Such as times and numbers of 24 bits, for which h5py raises, also for what contains them.
+    """Return the dtype of a dataset or an attribute, opaque if NumPy has no such type."""
+    # h5py raises an error for times, for numbers of 24 bits, and for types that contain them.
     try:
         found: np.dtype = node.dtype
     except (TypeError, ValueError):
@@ -89,9 +89,10 @@ def leaves_of(
     shape: tuple[int, ...] = (),
     left_out: list[tuple[str, ...]] | None = None,
 ) -> Any:
-    """Return the nest of leaves of a type: dicts for compound ones.
+    """Return the nest of leaves of a type, with a dict for a compound type.
 
-    Where there is a list `left_out`, members that cannot be read are left out and put there.
+    If `left_out` is a list, members that cannot be read are left out and their names appended to
+    it.
     """
     if dtype.subdtype is not None:
         base, inner = dtype.subdtype
@@ -124,7 +125,7 @@ def leaves_of(
 
 
 def is_readable(dtype: np.dtype) -> bool:
-    """Return whether all of a type can be read."""
+    """Return whether a type can be read completely."""
     try:
         leaves_of(dtype)
     except UnreadableType:
@@ -151,12 +152,12 @@ def subset(dtype: np.dtype, members: Iterable[tuple[str, ...]]) -> np.dtype:
 
 
 def _native(dtype: np.dtype) -> np.dtype:
-    # What h5py marks by metadata, such as text, would lose it.
+    # A dtype that h5py marks by metadata, such as text, would lose the metadata.
     return dtype if dtype.hasobject else dtype.newbyteorder("=")
 
 
 def assign(target: np.ndarray, elements: np.ndarray) -> None:
-    """Copy those members of compound `elements` that `target` has, or all of plain ones."""
+    """Copy the members of compound `elements` that `target` has, or plain elements as a whole."""
     if target.dtype.names is None:
         target[...] = elements
         return
@@ -172,13 +173,13 @@ def member(value: Any, members: tuple[str, ...]) -> Any:
 
 
 def value_of(value: Any, leaf: Leaf) -> Any:
-    """Return what h5py has read as the array of `leaf`; `UnicodeDecodeError` for other text."""
+    """Return a value of h5py as the array of `leaf`; raise UnicodeDecodeError if not UTF-8."""
     value = member(value, leaf.members)
     if leaf.form is Form.FIXED:
         return value
     if leaf.form is Form.RAGGED:
         row = value[()] if isinstance(value, np.ndarray) and value.dtype == object else value
-        # A row that was never written is no array, but what the memory held before: None or zero.
+        # A row that was never written is not an array, but has the initial value: None or zero.
         is_written = isinstance(row, np.ndarray | bytes)
         return np.asarray(row, leaf.dtype).reshape(-1) if is_written else np.zeros(0, leaf.dtype)
     if isinstance(value, np.ndarray):

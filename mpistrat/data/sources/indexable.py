@@ -31,10 +31,10 @@ from mpistrat.system.background import clean_up
 
 _MAX_THREADS = 8
 _PIECE_ROWS = 64
-"""Of a source without chunks so many examples are read at a time."""
+"""Number of examples that a thread reads at a time from a source without chunks."""
 
 _AHEAD_BYTES = 2**25
-"""About so much is read ahead."""
+"""About this many bytes are read ahead."""
 
 _READERS = {
     "h5py": 'ms.data.Dataset.from_hdf5(file.filename, "path/of/the/data set")',
@@ -42,7 +42,7 @@ _READERS = {
     "dask": "ms.data.Dataset.from_source(array)",
     "xarray": "ms.data.Dataset.from_source(array)",
 }
-"""What to write in place of from_arrays, by the package of the array."""
+"""The call to use in place of from_arrays, by the package of the array."""
 
 
 def refuse_lazy_arrays(nest: Any) -> None:
@@ -59,7 +59,7 @@ def refuse_lazy_arrays(nest: Any) -> None:
 
 
 class UserSource(PlainSource):
-    """The examples of an object of the program."""
+    """The examples of an object that the program passes to `Dataset.from_source`."""
 
     def __init__(self, source: Any, thread_safe: bool) -> None:
         self._source, self._is_thread_safe = source, thread_safe
@@ -79,24 +79,24 @@ class UserSource(PlainSource):
 
     @property
     def kind(self) -> str:
-        """The method and the class of the object."""
+        """The name of the method, with the class of the object."""
         return f"from_source({type(self._source).__qualname__})"
 
     @property
     def order_entries(self) -> list[str]:
-        """The chunks."""
+        """A description of the chunks."""
         if self.layout is None:
             return []
         return [f"chunks of at most {self.layout.rows_per_chunk} examples"]
 
     @cached_property
     def is_read(self) -> bool:
-        """Whether the spec was given or found."""
+        """Whether the spec is known: from the attribute, or from an example that was read."""
         return hasattr(self._source, "element_spec") or "element_spec" in vars(self)
 
     @cached_property
     def element_spec(self) -> Any:
-        """What the object says in its attribute `element_spec`, else that of its first example."""
+        """The attribute `element_spec` of the object, or else the spec of its first example."""
         given = getattr(self._source, "element_spec", None)
         if given is not None:
             for leaf in nests.flatten(given)[0]:
@@ -110,7 +110,7 @@ class UserSource(PlainSource):
 
     @cached_property
     def layout(self) -> ChunkLayout | None:
-        """The chunks that the object tells in its attribute `chunk_rows`."""
+        """The chunks that the attribute `chunk_rows` of the object describes."""
         rows = getattr(self._source, "chunk_rows", None)
         if rows is None:
             return None
@@ -125,13 +125,13 @@ class UserSource(PlainSource):
 
     @cached_property
     def bytes_per_example(self) -> int:
-        """Size of one example, as far as its spec tells."""
+        """Size of one example, without lengths that its spec leaves open."""
         leaves = nests.flatten(self.element_spec)[0] if self.num_examples else []
         sizes: list[int] = [known_bytes(leaf) for leaf in leaves]
         return max(sum(sizes), 1)
 
     def open(self, window_rows: int, stream: PassStream) -> UserReader:
-        """Return a reader with threads of its own."""
+        """Return a reader, which starts its own threads."""
         return UserReader(self, window_rows)
 
     @property
@@ -154,7 +154,7 @@ class UserSource(PlainSource):
         )
 
     def _read_raw(self, numbers: np.ndarray) -> Any:
-        """Return what the object gives for `numbers`, each leaf with as many examples."""
+        """Return the nest that the object returns for `numbers`, with one row per number."""
         if not self._reads_many:
             rows = [nests.flatten(self._source[number]) for number in numbers.tolist()]
             columns = [list(column) for column in zip(*(leaves for leaves, _ in rows), strict=True)]
@@ -175,7 +175,7 @@ class UserSource(PlainSource):
             for place, row in enumerate(column):
                 ragged[place] = self._fitted(np.asarray(row), spec, numbers[place : place + 1])
             return ragged
-        if column.dtype == object:  # examples of several shapes
+        if column.dtype == object:  # examples of different shapes
             column = np.stack([self._fitted(np.asarray(c), spec, numbers) for c in column])
         shape = known_shape(spec)
         if column.shape[1:] != shape:
@@ -212,7 +212,7 @@ def _as_column(rows: list[Any]) -> np.ndarray:
 
 
 class UserReader:
-    """Reads chunks or pieces of a user source, in threads, in the order of their announcement."""
+    """Reads chunks or pieces of a user source, in threads, in the announced order."""
 
     def __init__(self, source: UserSource, window_rows: int) -> None:
         self._source = source
@@ -221,7 +221,7 @@ class UserReader:
         ahead = max(_AHEAD_BYTES // source.bytes_per_example, 1)
         self.lookahead_rows = min(ahead, 4 * num_threads * _PIECE_ROWS)
         if self._layout is not None:
-            # Two windows: one in use, and the next.
+            # There is memory for two windows: the one in use and the next one.
             window_chunks = -(-2 * window_rows // self._layout.rows_per_chunk)
             self._capacity = max(window_chunks, 2 * num_threads, 2)
             self.lookahead_rows = max(window_rows, num_threads * self._layout.rows_per_chunk)
@@ -240,8 +240,8 @@ class UserReader:
             return
         for chunk, count in zip(*_counted(self._chunks_of(block)), strict=True):
             self._wanted[chunk] += count
-            # Otherwise it is read when it is needed: to read it now would drop a chunk that is
-            # needed before.
+            # Otherwise the chunk is read when it is needed: reading it now would drop a chunk that
+            # is needed earlier.
             if len(self._chunks) < self._capacity or self._unwanted() is not None:
                 self._chunk(chunk)
 
@@ -297,7 +297,7 @@ class UserReader:
         return np.searchsorted(self._layout.starts, block, "right") - 1
 
     def _chunk(self, chunk: int) -> Future[Any]:
-        """Return the columns of a chunk, which a thread reads."""
+        """Return the columns of a chunk, as the future of the thread that reads it."""
         assert self._layout is not None
         found = self._chunks.get(chunk)
         if found is None:
@@ -311,7 +311,7 @@ class UserReader:
         return found
 
     def _unwanted(self) -> int | None:
-        """Return a chunk in memory that no announced example needs."""
+        """Return a chunk in memory that no announced example needs, or ``None``."""
         return next((each for each in self._chunks if not self._wanted[each]), None)
 
     def _submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
@@ -344,6 +344,6 @@ def _empty_column(spec: ArraySpec) -> np.ndarray:
 
 
 def _counted(chunks: np.ndarray) -> tuple[list[int], list[int]]:
-    """Return each chunk once, in the order in which they are first, and how many rows of it."""
+    """Return each chunk once, in the order of its first row, and its number of rows."""
     counts = Counter(chunks.tolist())
     return list(counts), list(counts.values())

@@ -30,7 +30,7 @@ from mpistrat.system.xxh3 import digest_of_values, mixed_digest
 
 
 class _InMemory(PlainSource):
-    """A source whose rows cost the same in any order, and are cheap to read."""
+    """A source that reads rows in any order at the same low cost."""
 
     lookahead_rows = 0
 
@@ -55,7 +55,7 @@ class RangeSource(_InMemory):
 
     @property
     def element_spec(self) -> Any:
-        """An integer."""
+        """The spec of an int64 scalar."""
         return ArraySpec((), np.int64)
 
     def open(self, window_rows: int, stream: PassStream) -> RangeSource:
@@ -80,7 +80,7 @@ class CountSource(_InMemory):
 
     @property
     def element_spec(self) -> Any:
-        """An integer."""
+        """The spec of an int64 scalar."""
         return ArraySpec((), np.int64)
 
     @property
@@ -137,7 +137,7 @@ class ArraySource(_InMemory):
         return f"from_arrays({', '.join(map(array_type, self._arrays))})"
 
     def digest(self) -> int:
-        """Return 64 bits that stand for the values of all arrays."""
+        """Return a 64-bit digest of the values of all arrays."""
         return mixed_digest([digest_of_values(array) for array in self._arrays])
 
     def only(self, fields: tuple[Any, ...]) -> ArraySource | None:
@@ -146,7 +146,7 @@ class ArraySource(_InMemory):
         try:
             return ArraySource(tuple(nest[field] for field in fields))
         except (KeyError, IndexError, TypeError):
-            return None  # the one who asked says what is wrong
+            return None  # the caller raises an error that names the missing field
 
     @property
     def element_spec(self) -> Any:
@@ -162,14 +162,14 @@ class ArraySource(_InMemory):
 
     def read(self, block: Block) -> Any:
         """Return copies of the rows."""
-        # Indexing by an array copies, so that a program may write into its batches.
+        # Indexing by an array copies the rows, so a program may write into its batches.
         return nests.unflatten(
             self._structure, [arrays.native(array[block]) for array in self._arrays]
         )
 
 
 _NUM_COMPARED = 1024
-"""Elements of a generator that ranks compare; an order that is not the same differs early."""
+"""Number of elements of a generator that ranks compare: different orders differ early."""
 
 
 def generators_of(source: Any) -> list[GeneratorSource]:
@@ -200,7 +200,7 @@ class GeneratorSource(PlainSource):
         self._fn = fn
         self._last: weakref.ref[Any] | None = None
         self.seen = 0, ""
-        """Of the last pass how many of the first elements were compared, and their digest."""
+        """The number of elements compared in the last pass, and their digest."""
         self.element_spec = element_spec
 
     def __repr__(self) -> str:
@@ -210,7 +210,7 @@ class GeneratorSource(PlainSource):
 
     @property
     def kind(self) -> str:
-        """The method, and the name of the function."""
+        """The name of the method, with the name of the function."""
         return f"from_generator({function_name(self._fn)})"
 
     def blocks(self, key: PassKey, batch_size: int | None, start: int) -> Iterator[Block]:
@@ -231,7 +231,7 @@ class GeneratorSource(PlainSource):
             self.seen = count, f"{digest:016x}"
 
     def example(self, element: Any, number: int) -> Example:
-        """Return `element` as an item, if it fits the spec."""
+        """Return `element` as an item; raise DataError if it does not fit the spec."""
         example = Example(self._checked(element, number))
         example.number = number
         return example
@@ -251,8 +251,7 @@ class GeneratorSource(PlainSource):
                     f"{self.kind}: the function returned the same generator as for the pass "
                     "before, which is used up. Let it make a new one each time it is called."
                 )
-            # A weak reference, not an id: the next generator may get the address of one that is
-            # gone.
+            # A weak reference, not an id: a new generator may get the address of a deleted one.
             self._last = weakref.ref(iterator)
         return iterator
 
@@ -269,7 +268,7 @@ class GeneratorSource(PlainSource):
         ]
 
     def _checked_leaf(self, leaf: Any, spec: ArraySpec, path: str, number: int) -> np.ndarray:
-        # The generator may fill the same array again, so the example keeps a copy.
+        # The generator may write to the same array again, so the example keeps a copy.
         array = np.array(arrays.host_view(leaf))
         cast = None if isinstance(leaf, np.ma.MaskedArray) else fitted(array, spec.dtype)
         if cast is None or not fits(spec, cast):

@@ -1,4 +1,4 @@
-"""Batches: elements stacked to arrays, taken apart again, and numbered."""
+"""Batches: stack elements to arrays, take batches apart again, and number them."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ class Column:
     """One leaf of all elements of a batch."""
 
     values: np.ndarray
-    """Of shape ``(n, *shape)``, or of dtype object with an array for each element."""
+    """An array of shape ``(n, *shape)``, or of dtype object with one array per element."""
     spec: ArraySpec
-    """Of one element. After a map, that of the first example of the dataset."""
+    """The spec of one element. After a map, the spec of the dataset's first example."""
     path: str
     items: Block
-    """What the elements are made of, by which errors name them."""
+    """The items of the elements, by which errors name them."""
     is_mapped: bool
-    """Whether a map made them, so that shapes may differ from that of the spec."""
+    """Whether the elements come from a map, so that shapes may differ from the spec."""
 
     @property
     def is_ragged(self) -> bool:
-        """Whether shapes may differ, the same on all ranks."""
+        """Whether shapes may differ; all ranks get the same answer."""
         return has_open_shape(self.spec) or (self.is_mapped and bool(self.spec.shape))
 
     @property
@@ -60,14 +60,14 @@ class Column:
         return [np.shape(row) for row in self.values]
 
     def name(self, number: int) -> str:
-        """Return how errors name an element."""
+        """Return the name of an element for error messages."""
         item = self.items[number]
         if isinstance(item, np.ndarray):
             return f"the batch in place {number}"
         return f"example {int(getattr(item, 'number', item))}"
 
     def refuse(self, number: int, other: str, shape: tuple[int | None, ...]) -> NoReturn:
-        """Raise the error of an element that does not stack with the `other`, of `shape`."""
+        """Raise DataError for an element that cannot be stacked with `other`, of shape `shape`."""
         raise DataError(
             f"A batch needs elements of one shape, but those at {self.path!r} have the shapes "
             f"{shape} and {np.shape(self.values[number])}: {other} and {self.name(number)}. Ways "
@@ -78,8 +78,8 @@ class Column:
 
 def stacked(column: Column, batch_size: int) -> np.ndarray:
     """Return a column as one array, if all its elements have one shape."""
-    # After a map, the ranks know the shape of the first example of the dataset and compare with
-    # that, so that a batch is refused at any number of ranks.
+    # After a map, every rank compares with the shape of the first example of the dataset, so that a
+    # batch raises the error on any number of ranks.
     shapes = column.shapes if column.values.dtype == object else [column.values.shape[1:]]
     for number, shape in enumerate(shapes if len(column.values) else ()):
         if shape != shapes[0]:
@@ -99,9 +99,9 @@ def _matches(shape: tuple[int, ...], expected: tuple[int | None, ...]) -> bool:
 
 
 class Columns:
-    """Columns of `count` elements, each like the nest `spec` except for its shape.
+    """Columns of `count` elements, which have the nest `spec` except for their shapes.
 
-    Elements are copied as they come, while they are in the processor's cache.
+    Each element is copied at once, while it is in the processor's cache.
     """
 
     def __init__(self, spec: Any, count: int) -> None:
@@ -123,7 +123,7 @@ class Columns:
 
 
 class _GrowingColumn:
-    """One leaf of elements, in an array as long as their shapes are equal."""
+    """One leaf of the elements: an array as long as all shapes are equal, then a list."""
 
     def __init__(self, spec: ArraySpec, count: int) -> None:
         self.spec, self._count = spec, count
@@ -140,7 +140,7 @@ class _GrowingColumn:
         if self._array is None:
             self._array = np.empty((self._count, *row.shape), self.spec.dtype)
         if row.shape != self._array.shape[1:]:
-            # From here on a list: rows of different shapes do not fit into one array.
+            # Rows of different shapes do not fit into one array, so they become a list.
             self._rows = [*self._array[: self._num_rows], row]
             return
         self._array[self._num_rows] = row
@@ -164,7 +164,7 @@ def columns_of(elements: Iterable[Any], spec: Any, count: int) -> Any:
 
 
 def rows_of(element: Any, spec: Any) -> list[np.ndarray]:
-    """Return the leaves of one element like `spec`, as arrays of its dtypes."""
+    """Return the leaves of one element as arrays with the dtypes of the nest `spec`."""
     paths, specs, structure = nests.flatten_with_paths(spec)
     leaves, other = nests.flatten(element)
     if other != structure:
@@ -209,22 +209,22 @@ def _as_array(leaf: Any, path: str) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Batch(Reordering):
-    """Items in groups of `batch_size`: each becomes one item."""
+    """Items in groups of `batch_size`; each group becomes one item."""
 
     batch_size: int
     drop_remainder: bool
 
     @property
     def known_length(self) -> int | None:
-        """The length of every batch, where it is one."""
+        """The length of every batch, ``None`` if the last one may be shorter."""
         return self.batch_size if self.drop_remainder else None
 
     def spec_of(self, element_spec: Any, is_mapped: bool) -> Any:
-        """Return the nest of specs of a batch of elements, also of those that a map made."""
+        """Return the nest of specs of a batch; `is_mapped` says whether a map made the elements."""
         return batched(element_spec, self.known_length)
 
     def stack(self, column: Column, structure: nests.Structure, number: int) -> Any:
-        """Return a column, leaf `number` of the elements' `structure`, as one value."""
+        """Return a column as one value; it is leaf `number` in the `structure` of elements."""
         return stacked(column, self.batch_size)
 
     @property
@@ -233,7 +233,7 @@ class Batch(Reordering):
         return type(self) is Batch
 
     def length(self, num_items: int) -> int:
-        """Return how many items leave."""
+        """Return the number of output items."""
         if num_items < 0:
             return num_items
         if self.drop_remainder:
@@ -248,7 +248,7 @@ class Batch(Reordering):
         for group in regroup(blocks, self.batch_size):
             if self.drop_remainder and len(group) < self.batch_size:
                 return
-            # From a list of equally long groups NumPy would make an array of two dimensions.
+            # NumPy would turn a list of groups of the same length into an array of two dimensions.
             item = np.empty(1, object)
             item[0] = group
             yield item
@@ -256,16 +256,16 @@ class Batch(Reordering):
 
 @dataclass(frozen=True)
 class WholeBatches(Reordering):
-    """The items that fill batches of `batch_size`, without those left over."""
+    """The items that fill batches of `batch_size`, without the remainder."""
 
     batch_size: int
 
     def length(self, num_items: int) -> int:
-        """Return how many items leave."""
+        """Return the number of output items."""
         return num_items if num_items < 0 else num_items // self.batch_size * self.batch_size
 
     def rows(self, rows: range) -> range | None:
-        """Return the rows that leave."""
+        """Return the output rows."""
         return rows[: self.length(len(rows))]
 
     def blocks(
@@ -288,16 +288,16 @@ class Unbatch(Reordering):
     """Whether no batch is shorter."""
 
     _known: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """Numbers of items that leave, by the number of items that the batches are made of."""
+    """Numbers of output items, by the number of items in the batches."""
 
     def length(self, num_items: int) -> int:
-        """Return how many items leave; a short batch may be among those taken or repeated."""
+        """Return the number of output items, `UNKNOWN` if a short batch may be among them."""
         if num_items <= 0:
             return num_items
         return num_items * self.batch_size if self.are_whole else UNKNOWN
 
     def length_of(self, upstream: Order) -> int:
-        """Return how many items leave, `UNKNOWN` where that depends on the pass."""
+        """Return the number of output items, `UNKNOWN` if it depends on the pass."""
         length = self.length(upstream.length)
         if length != UNKNOWN:
             return length
@@ -310,28 +310,27 @@ class Unbatch(Reordering):
         return self._known[num_items]
 
     def _count(self, num_items: int, later: tuple[Transformation, ...]) -> int:
-        """Return how many of `num_items` are in the batches that `later` leaves."""
+        """Return the number of items in the batches that the transformations `later` keep."""
         num_batches = ceil_div(num_items, self.batch_size)
         batches = Order(RangeSource(num_batches), later)
         if batches.length < 0:
             return batches.length
         counts = np.zeros(num_batches, np.int64)
         for block in batches.blocks((0,), None):
-            # Each repetition adds the number of batches to its items; the remainder is the batch
-            # itself.
+            # Each repetition adds the number of batches to its items, so the remainder of the
+            # division is the number of the batch.
             counts += np.bincount(block % num_batches, minlength=num_batches)
         of_last = num_items - (num_batches - 1) * self.batch_size
         is_fixed = not any(each.depends_on_pass for each in later)
         if not is_fixed and of_last < self.batch_size and (counts != counts[0]).any():
-            return UNKNOWN  # the short batch may be among those that are left out
+            return UNKNOWN  # the short batch may be left out in some passes
         return int(counts[:-1].sum() * self.batch_size + counts[-1] * of_last)
 
     def blocks(
         self, upstream: Order, key: PassKey, batch_size: int | None, start: int
     ) -> Iterator[Block]:
         """Return the items of the pass `key`, without the first `start`."""
-        # If batches may be shorter, nobody knows which batch has item `start` before going through
-        # them.
+        # If batches may be shorter, all must be counted through to find the one with item `start`.
         first = start // self.batch_size if self.are_whole else 0
         batches = upstream.blocks(key, None, first)
         items = (np.asarray(item) for block in batches for item in block)
@@ -339,7 +338,7 @@ class Unbatch(Reordering):
 
 
 def _place_of_batch(transformations: Sequence[Transformation]) -> int:
-    """Return the place of the last `Batch` that no `Unbatch` has taken apart."""
+    """Return the position of the last `Batch` without a later `Unbatch`."""
     num_undone = 0
     for place in reversed(range(len(transformations))):
         if isinstance(transformations[place], Unbatch):
@@ -355,10 +354,10 @@ class NumberedBatch(np.ndarray):
     """The items of a batch that has been enumerated."""
 
     numbers: tuple[int, ...] = ()
-    """Those that each `Enumerate` has given it."""
+    """One number from each `Enumerate`."""
 
     def __array_finalize__(self, source: Any) -> None:
-        # NumPy calls this for each view and slice too, so a part of a batch keeps the numbers.
+        # NumPy calls this also for each view and slice, so a part of a batch keeps the numbers.
         self.numbers = getattr(source, "numbers", ())
 
 
@@ -386,7 +385,7 @@ class Enumerate(Reordering):
 
 
 def refuse_numbered(transformations: Sequence[Transformation]) -> None:
-    """Raise ValueError where batches that are to be taken apart were enumerated."""
+    """Raise ValueError if batches that `unbatch` takes apart were enumerated."""
     if any(isinstance(each, Enumerate) for each in transformations):
         raise ValueError(
             "unbatch takes apart arrays along their first dimension, which the number that "

@@ -1,4 +1,4 @@
-"""Cache: a source that keeps elements in memory, which the ranks of a node may share."""
+"""Cache: a source that keeps elements in memory shared by the ranks of a node."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 
 _ALIGNMENT = 8
 _HEADER = 8
-"""Integers before the index, of which the first is the number of bytes that records take."""
+"""Number of integers before the index. The first one is the number of bytes of all records."""
 
 _CLAIMED = -1
-"""In the index: an element that some rank is writing, or was when it was killed."""
+"""Entry of the index for an element that a rank is writing, or was writing when it was killed."""
 
 
 def _aligned(num_bytes: int) -> int:
@@ -46,7 +46,7 @@ def _aligned(num_bytes: int) -> int:
 
 
 class Record:
-    """How an element is laid out in bytes: its length, the shapes that may differ, the leaves."""
+    """Layout of an element in bytes: its length, the shapes that may differ, the leaves."""
 
     def __init__(self, specs: Sequence[ArraySpec], is_mapped: bool) -> None:
         self.specs = list(specs)
@@ -62,7 +62,7 @@ class Record:
 
     @property
     def num_bytes(self) -> int | None:
-        """The size of every record; ``None`` where they differ."""
+        """The size of every record; ``None`` if sizes differ."""
         if any(self._is_open):
             return None
         leaves = [known_bytes(spec) for spec in self.specs]
@@ -145,9 +145,9 @@ def record_bytes(limit: int, num_elements: int) -> int:
 
 
 class CacheStore:
-    """Elements of one dataset; a rank of the node writes each of them, and all read it."""
+    """Elements of one dataset: one rank of the node writes each element, and all ranks read it."""
 
-    # Memory takes space once it is written to, so a file as large as the limit costs nothing.
+    # The system provides memory only when it is written to, so a file of this size costs nothing.
 
     def __init__(self, file: NodeFile, record: Record, limit: int, num_elements: int) -> None:
         self._file, self._record, self._limit = file, record, limit
@@ -156,7 +156,7 @@ class CacheStore:
         self._records = file.memory[_ALIGNMENT * (_HEADER + num_elements) :]
         self._lock = threading.Lock()
         self.token = file.token
-        """The same for all that share the memory, and for no other store."""
+        """A token that is equal only for stores that share the memory."""
 
     @property
     def num_bytes(self) -> int:
@@ -168,21 +168,21 @@ class CacheStore:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all elements are there."""
+        """Whether all elements are in the store."""
         return bool((self._index > 0).all())
 
     def has(self, numbers: np.ndarray) -> np.ndarray:
-        """Return whether each element is there."""
+        """Return for each element whether it is in the store."""
         return np.asarray(self._index[numbers] > 0)
 
     def columns(self, numbers: np.ndarray) -> list[np.ndarray]:
-        """Return the columns of elements that are there, in memory of their own."""
-        # The index is one more than the place of the record, because new memory is 0, which means
+        """Return copies of the columns of elements that are in the store."""
+        # The index is the place of the record plus 1, because 0, the value of new memory, means
         # absent.
         return self._record.columns(self._records, (self._index[numbers] - 1).tolist())
 
     def add(self, number: int, leaves: Sequence[np.ndarray]) -> None:
-        """Keep an element, unless another rank has been faster."""
+        """Keep an element, unless a different rank has been faster."""
         size = self._record.size_of([leaf.nbytes for leaf in leaves])
         # flock excludes other processes, but not the threads of this one, which share its
         # descriptor.
@@ -197,19 +197,19 @@ class CacheStore:
                     f"{readable_size(self._limit)}. Give cache(memory=...) more, or cache before "
                     "the map that makes elements large."
                 )
-            # Space is reserved under the lock, and filled without it, so ranks copy at the same
-            # time. If a rank is killed in between, its claim stays: that element is made again in
-            # each epoch.
+            # A rank reserves space under the lock and fills it without the lock, so ranks can copy
+            # at the same time. If a rank is killed in between, its claim stays, and that element is
+            # created again in each epoch.
             self._index[number] = _CLAIMED
             self._state[0] = start + size
         self._record.write(leaves, self._records[start : start + size])
-        with self._lock:  # what was written is seen before the index
+        with self._lock:  # other ranks must see the record before its index
             self._index[number] = start + 1
 
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _LEAST_RECORD = 16
-"""Bytes of the smallest element, by which those of a stream are counted before they come."""
+"""Bytes of the smallest element. It limits the number of elements of a stream."""
 
 
 def size_in_bytes(memory: int | str) -> int:
@@ -227,19 +227,19 @@ def size_in_bytes(memory: int | str) -> int:
 
 
 class Cached:
-    """The examples of a pipeline without its order, each made once and kept by its number."""
+    """The examples of a pipeline without its order, each created once and kept by its number."""
 
-    # An item is what it is in the source below: the order, chunks and shuffles stay those of the
-    # dataset, and only how an example is made differs.
+    # Items are the items of the source below. So order, chunks and shuffles do not change, and the
+    # cache replaces only the creation of an example.
 
     def __init__(self, child: Pipeline, limit: int, num_inherited: int) -> None:
         self.child, self._limit = child, limit
         self.num_inherited = num_inherited
-        """How many transformations of the order, which follow this source, came before it."""
+        """Number of transformations of the order that were called before `cache`."""
         self.store: CacheStore | None = None
         self.num_maps = child.num_maps
         self.num_ranks = 1
-        """How many share the work of a pass."""
+        """Number of ranks that share the work of a pass."""
 
     def __repr__(self) -> str:
         return f"{self.child.calls}.cache()"
@@ -255,46 +255,46 @@ class Cached:
 
     @property
     def kind(self) -> str:
-        """The method, and the kind of the dataset."""
+        """The name of the method, with the kind of the dataset."""
         return f"{self.child.kind}.cache()"
 
     @property
     def element_spec(self) -> Any:
-        """The nest of `ArraySpec` of one example; ``None`` where there is no example to find it."""
+        """The nest of `ArraySpec` of one example; ``None`` if there is no example to find it."""
         return self.child.found_spec
 
     @property
     def num_examples(self) -> int:
-        """As many as the source below has."""
+        """The number of examples of the source below."""
         return self._source.num_examples
 
     @property
     def layout(self) -> ChunkLayout | None:
-        """The chunks below."""
+        """The chunks of the source below."""
         return self._source.layout
 
     def layout_of(self, key: PassKey) -> ChunkLayout | None:
-        """Return the chunks below in the pass `key`."""
+        """Return the chunks of the source below in the pass `key`."""
         return self._source.layout_of(key)
 
     @property
     def order_entries(self) -> list[str]:
-        """What decides the order below."""
+        """Everything that decides the order of the source below."""
         return self._source.order_entries
 
     @property
     def file_starts(self) -> np.ndarray:
-        """Where files begin below."""
+        """The first examples of files in the source below."""
         return self._source.file_starts
 
     @property
     def is_read(self) -> bool:
-        """Whether the files below have been looked at."""
+        """Whether the source below knows its length and spec."""
         return self._source.is_read
 
     @property
     def is_stream(self) -> bool:
-        """Whether items are examples, as of a generator."""
+        """Whether items are examples, as for a generator."""
         return self._source.is_stream
 
     @property
@@ -304,12 +304,12 @@ class Cached:
 
     @property
     def is_of_files(self) -> bool:
-        """Whether examples lie in files."""
+        """Whether examples are stored in files."""
         return self._source.is_of_files
 
     @property
     def is_steady(self) -> bool:
-        """Whether a number stands for the same example in each pass: it must."""
+        """True: a number must mean the same example in each pass; `record` checks it."""
         return True
 
     def only(self, fields: tuple[Any, ...]) -> Source | None:
@@ -317,16 +317,16 @@ class Cached:
         return None
 
     def row_lengths(self) -> np.ndarray | None:
-        """Return ``None``: what is kept may have been mapped."""
+        """Return ``None``: a map may have changed the lengths."""
         return None
 
     def blocks(self, key: PassKey, batch_size: int | None, start: int) -> Iterator[Block]:
-        """Return the items below."""
+        """Return the items of the source below."""
         return self._source.blocks(key, batch_size, start)
 
     @cached_property
     def record(self) -> Record:
-        """How elements are laid out in memory."""
+        """The layout of elements in memory."""
         self._check_steady()
         if self.element_spec is None:  # there is no element to be kept
             return Record([], False)
@@ -334,7 +334,7 @@ class Cached:
         record = Record(specs, self.child.num_maps > 0)
         size = record.num_bytes
         if size is not None and self.num_examples > 0:
-            # A part of the dataset may be all that is used of it.
+            # The program may use only a part of the dataset.
             lengths = [self.num_examples]
             if self.child.length >= 0:
                 lengths.append(self.child.known_length)
@@ -356,11 +356,11 @@ class Cached:
 
     @property
     def num_slots(self) -> int:
-        """How many elements there may be."""
+        """The largest possible number of elements."""
         return self.num_examples if self.num_examples >= 0 else self._limit // _LEAST_RECORD
 
     def tolerant(self) -> Cached:
-        """Return this source, whose spec is that of the first example that can be made."""
+        """Return this source, with the spec of the first example that raises no error."""
         self.child = self.child.tolerant()
         return self
 
@@ -378,27 +378,27 @@ class Cached:
         return record_bytes(self._limit, self.num_slots)
 
     def open(self, window_rows: int, stream: PassStream) -> CachedReader:
-        """Return a reader that makes what is not kept yet."""
-        # Random maps draw for the first epoch, whichever epoch makes an element: the result must
-        # not depend on which rank makes it, or when.
+        """Return a reader that creates elements that are not kept yet."""
+        # Random maps always get the random numbers of the first epoch, because the result must not
+        # depend on which rank creates an element, or when.
         first_pass = dataclasses.replace(stream, key=(0,), repeats=(), is_fixed=False)
         return CachedReader(self, window_rows, first_pass)
 
 
 _TRIMS_PER_PASS = 64
-"""How often memory is given back while a whole dataset is read for the first time."""
+"""How often memory is released while a whole dataset is read for the first time."""
 
 
 class CachedReader:
-    """Reads examples from the store, and makes those that are not there."""
+    """Reads examples from the store, and creates those that are missing."""
 
     def __init__(self, cached: Cached, window_rows: int, stream: PassStream) -> None:
         child = cached.child
         self._store = cached.make_store()
         self._span = span_of(cached)
         self._spec = cached.element_spec
-        # Of the chunks of a window, each of several ranks needs a part: to keep two windows of them
-        # would take as much memory as many examples.
+        # Several ranks need a part of each chunk of a window. Two windows of chunks would take as
+        # much memory as many examples.
         window_rows = window_rows if cached.num_ranks == 1 else -(-window_rows // 2)
         self._reader = child.source.open(window_rows, stream)
         self._maker = child.maker(self._reader, stream)
@@ -408,7 +408,7 @@ class CachedReader:
         self.lookahead_rows = self._reader.lookahead_rows
 
     def expect(self, block: Block) -> None:
-        """Note the items of `block` that have to be read."""
+        """Announce the items of `block` that must be read."""
         items, numbers = self._first_repetition(block)
         missing = ~self._store.has(numbers)
         if missing.any():
@@ -430,9 +430,9 @@ class CachedReader:
         """Return the nest of columns of `block`."""
         items, numbers = self._first_repetition(block)
         is_made = ~self._store.has(numbers)
-        # The reader below holds a chunk until all of its announced rows have been read. Rows that
-        # were announced and never read would keep it in memory.
-        if self._announced:  # what was announced is read, even if another rank was faster
+        # The reader below holds a chunk until all of its announced rows have been read. So these
+        # rows are read even if a different rank was faster, or the chunk would stay in memory.
+        if self._announced:
             for place, number in enumerate(numbers.tolist()):
                 if self._announced[number] > 0:
                     is_made[place] = True
@@ -455,7 +455,7 @@ class CachedReader:
         return columns_of(elements, self._spec, len(rows))
 
     def _trim_at_times(self, num_made: int) -> None:
-        """Give back pages of files, or examples would be in memory twice."""
+        """Release pages of files now and then, or examples would be in memory twice."""
         self._num_made += num_made
         share = len(self._store) // _TRIMS_PER_PASS
         if self._num_made > share and self._trim is not None:
@@ -466,7 +466,7 @@ class CachedReader:
         return [column[0] for column in self._store.columns(number)]
 
     def close(self) -> None:
-        """Release files and end threads, and what only further reading would need."""
+        """Release files and the memory for further reading, and end threads."""
         self._maker.close()
         self._reader.close()
         if self._trim is not None:
@@ -474,7 +474,7 @@ class CachedReader:
 
 
 def share_cache(source: Cached, collectives: Collectives, kind: str) -> None:
-    """Let the ranks of each node share what they keep. **Collective**."""
+    """Let the ranks of each node share one store. **Collective**."""
     num_bytes = 0
     with collectives.all_or_none(kind):
         if source.element_spec is not None:
@@ -486,7 +486,7 @@ def share_cache(source: Cached, collectives: Collectives, kind: str) -> None:
     with collectives.call(kind) as call:
         call.agree("cache", num_bytes)
         with call.communicator() as comm:
-            if comm is not None:  # else the first replica of this rank has done it
+            if comm is not None:  # otherwise the first replica of this rank has done this
                 token = None if source.store is None else source.store.token
                 file = NodeFile.of_node(comm, num_bytes, token)
                 if file is not None:

@@ -31,15 +31,15 @@ from mpistrat.errors import DataError
 class Concatenated(View):
     """The elements of several datasets, one after the other."""
 
-    # An example keeps the number that it has without shuffles, so maps of it are the same
-    # wherever the shuffles of a dataset have put it.
+    # An example keeps the number that it has without shuffles, so random maps give the same result
+    # wherever a shuffle has put it.
 
     name = "concatenate"
     needs_one_spec = True
 
     def __init__(self, children: Sequence[Pipeline]) -> None:
         super().__init__(children)
-        # The shuffles of each are a part of this one's order.
+        # The shuffles of each dataset are a part of the order of the concatenation.
         self.is_steady = all(
             child.source.is_steady if permutes_rows(child) else child.is_steady
             for child in children
@@ -54,7 +54,7 @@ class Concatenated(View):
     @cached_property
     def _starts(self) -> list[int]:
         lengths = [child.known_length for child in self.children]
-        if ENDLESS in lengths:  # what comes after it never comes
+        if ENDLESS in lengths:  # the datasets after an endless one are never reached
             lengths = lengths[: lengths.index(ENDLESS)]
         return list(itertools.accumulate(lengths, initial=0))
 
@@ -65,7 +65,7 @@ class Concatenated(View):
 
     @property
     def file_starts(self) -> np.ndarray:
-        """Where a dataset or one of its files begins."""
+        """The positions at which a dataset or one of its files begins."""
         pairs = zip(self.children, self._starts, strict=False)
         starts = [position_borders(child) + start for child, start in pairs]
         if self.is_of_files:
@@ -83,7 +83,7 @@ class Concatenated(View):
         if not known:
             return None
         # A dataset without chunks is cut into pieces as long as the longest chunk, so that a
-        # shuffle can treat all datasets alike.
+        # shuffle can treat all datasets the same way.
         length = max(layout.rows_per_chunk for layout in known)
         return ChunkLayout.joined(
             ChunkLayout(np.append(np.arange(0, child.known_length, length), child.known_length), 0)
@@ -93,7 +93,7 @@ class Concatenated(View):
         )
 
     def child_window(self, window_rows: int, child: Pipeline) -> int:
-        """Return as many: a window may lie in one dataset."""
+        """Return the same number: a window may be within one dataset."""
         return window_rows
 
     def blocks(self, key: PassKey, batch_size: int | None, start: int) -> Iterator[Block]:
@@ -135,13 +135,13 @@ class Concatenated(View):
 
 
 def _has_order(pipeline: Pipeline) -> bool:
-    """Return whether a pass has its own order, of rows that no shuffle chooses."""
+    """Return whether a pass has its own order, and shuffles do not choose its rows."""
     is_shuffled = any(isinstance(each, Shuffle) for each in pipeline.transformations)
     return permutes_rows(pipeline) and (is_shuffled or not pipeline.source.is_in_order)
 
 
 def common_spec(name: str, children: Sequence[Pipeline]) -> Any:
-    """Return the spec of elements of any of `children`, ``None`` where dimensions differ."""
+    """Return the common spec of the elements of `children`; lengths that differ are ``None``."""
     found = enumerate(child.found_spec for child in children)
     known = [(number, spec) for number, spec in found if spec is not None]
     if not known:

@@ -1,4 +1,4 @@
-"""Filter of elements by a function, evaluated once for all passes and shared out over ranks."""
+"""Filter of elements by a function, which the ranks evaluate together, once for all passes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 class Filtered(View):
     """The elements for which a function is true."""
 
-    # Shuffles before it do not change which elements these are, only their order.
+    # Shuffles before the filter change only the order of the kept elements.
 
     name = "filter"
     is_fixed = True
@@ -52,12 +52,12 @@ class Filtered(View):
 
     @property
     def kind(self) -> str:
-        """The method, the function and the kind of the dataset."""
+        """The name of the method, with the function and the kind of the dataset."""
         return f"{self.children[0].kind}.filter({function_name(self._fn)})"
 
     @property
     def described(self) -> str:
-        """Which elements are kept."""
+        """A description with a digest of the numbers of the elements that are kept."""
         digest = hashlib.sha256(np.packbits(self.mask).tobytes()).hexdigest()[:16]
         return f"filter that keeps {self.num_examples} of {len(self.mask)} elements, {digest}"
 
@@ -68,12 +68,12 @@ class Filtered(View):
 
     @property
     def num_examples(self) -> int:
-        """How many elements are kept."""
+        """Number of elements that are kept."""
         return len(self._kept)
 
     @property
     def mask(self) -> np.ndarray:
-        """Whether each element is kept, evaluated here where that has not been done."""
+        """Whether each element is kept; evaluates the filter on this rank if necessary."""
         if self._mask is None:
             self.take_mask(self.evaluate(1, 0))
             self.report([self.notes])
@@ -82,7 +82,7 @@ class Filtered(View):
 
     @property
     def notes(self) -> Any:
-        """What there is to report of the evaluation on this rank, as JSON values."""
+        """The notes about the evaluation on this rank that `report` needs, as JSON values."""
         return None
 
     def report(self, notes: Iterable[Any]) -> None:
@@ -99,7 +99,7 @@ class Filtered(View):
         return np.flatnonzero(self.mask)
 
     def evaluate(self, size: int, rank: int) -> np.ndarray:
-        """Return whether elements are kept, of the share of `rank`."""
+        """Return for each element in the share of `rank` whether it is kept."""
         pipeline, fields = self._unshuffled, self._fields
         fewer = None if fields is None else pipeline.only(_as_tuple(fields))
         part = sharding.slice_of_rank(pipeline.known_length, size, rank)
@@ -119,14 +119,14 @@ class Filtered(View):
                 yield element
 
     def _seen(self, element: Any) -> Any:
-        """Return what the function gets of `element`."""
+        """Return the part of `element` that is passed to the function."""
         if self._fields is None:
             return element
         return tuple(_field(element, each) for each in _as_tuple(self._fields))
 
     @property
     def _unshuffled(self) -> Pipeline:
-        """The dataset in the order of its numbers, if these have one meaning for all passes."""
+        """The dataset in the order of its numbers, if these mean the same in each pass."""
         child = self.children[0]
         if not self.is_steady:
             raise ValueError(
@@ -147,7 +147,7 @@ class Filtered(View):
 
     @property
     def file_starts(self) -> np.ndarray:
-        """Where an element of another file follows."""
+        """The positions at which the file changes."""
         borders = position_borders(self._unshuffled)
         return borders_between(np.searchsorted(borders, self._kept, "right"))
 
@@ -196,7 +196,7 @@ def _field(element: Any, field: Any) -> Any:
 def evaluate_filter(
     source: Filtered, policy: AutoShardPolicy, collectives: Collectives, kind: str
 ) -> None:
-    """Find what a filter keeps, each rank a share. **Collective**."""
+    """Find the elements that a filter keeps; each rank evaluates a share. **Collective**."""
     check_same(source.children[0], policy, collectives, kind)
     if all(collectives.gather_json(source.is_read, kind)):
         return

@@ -1,4 +1,4 @@
-"""Datasets without the elements that raise an error when they are made."""
+"""Datasets without the elements that raise an error when they are read or mapped."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from mpistrat.data.transformations.filter import Filtered
 _logger = logging.getLogger("mpistrat")
 
 _MAX_NAMED = 5
-"""Elements that the warning names."""
+"""Number of elements that the warning names."""
 
 _AT_A_TIME = 256
 
 
 class ValidElements(Filtered):
-    """The elements of a dataset that can be made without an error."""
+    """The elements of a dataset that can be read and mapped without an error."""
 
     name = "ignore_errors"
     is_fixed = False  # maps are tried with the random numbers of the first pass
@@ -39,11 +39,11 @@ class ValidElements(Filtered):
 
     @property
     def kind(self) -> str:
-        """The method, and the kind of the dataset."""
+        """The name of the method, with the kind of the dataset."""
         return f"{self.children[0].kind}.ignore_errors()"
 
     def evaluate(self, size: int, rank: int) -> np.ndarray:
-        """Return whether elements can be made, of the share of `rank`."""
+        """Return for each element in the share of `rank` whether it raises no error."""
         pipeline = self._unshuffled
         part = sharding.slice_of_rank(pipeline.known_length, size, rank)
         self._errors = []
@@ -62,8 +62,9 @@ class ValidElements(Filtered):
     def _try(
         self, make: Callable[[Block], Any], items: Block, numbers: np.ndarray, kept: np.ndarray
     ) -> None:
-        """Make elements, and note in `kept` those that raise an error."""
-        # Several are read together, so after an error that may be of any of them one is made alone.
+        """Try to create elements, and set `kept` to false for those that raise an error."""
+        # Several are read together. After an error, which any of them may have caused, the next one
+        # is tried by itself.
         place, is_alone = 0, False
         while place < len(items):
             stop = place + 1 if is_alone else len(items)
@@ -72,7 +73,7 @@ class ValidElements(Filtered):
                 with closing(make(items[place:stop])) as examples:
                     for _ in examples:
                         made += 1
-            # Not a fault of the element, which must not be left out because of it.
+            # Lack of memory is not a fault of the element, so it must not be left out.
             except MemoryError:
                 raise
             except Exception as error:
@@ -92,11 +93,11 @@ class ValidElements(Filtered):
 
     @property
     def notes(self) -> Any:
-        """How many errors this rank has met, and the first ones, as JSON values."""
+        """The number of errors on this rank, and the first ones, as JSON values."""
         return [len(self._errors), self._errors[:_MAX_NAMED]]
 
     def report(self, notes: Iterable[Any]) -> None:
-        """Warn of the errors of all ranks, given in rank order."""
+        """Warn of the errors of all ranks; `notes` are in rank order."""
         counts, named = zip(*notes, strict=True)
         if not (self._logs and any(counts)):
             return

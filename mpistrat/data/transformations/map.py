@@ -30,40 +30,41 @@ from mpistrat.mpi.launcher import cores_of_rank
 from mpistrat.system.background import clean_up
 
 AUTOTUNE = -1
-"""Stands for this rank's share of the cores."""
+"""Value of `num_parallel_calls` that means this rank's share of the cores."""
 
 
 @dataclass(frozen=True, repr=False)
 class Map(SameOrder):
-    """`fn` of each element, with random numbers of `seed`."""
+    """`fn` of each element, with random numbers from `seed`."""
 
     fn: Callable[..., Any]
     seed: int = 0
     num_parallel_calls: int | None = None
-    """In how many threads; ``None`` for that of the iterator."""
+    """Number of threads; ``None`` means the thread of the iterator."""
     num_wraps: int = 0
-    """How many batches it was a map of that were taken apart again."""
+    """Number of calls of `unbatch` that have turned this map of batches into a map of elements."""
 
     def __repr__(self) -> str:
-        # The number of threads changes no element, so ranks may differ in it.
+        # The number of threads does not change the elements, so it may differ between ranks.
         seed = f", seed={self.seed}" if self.seed else ""
         return f"Map(fn={function_name(self.fn)}{seed})"
 
 
 class Numbering:
-    """Gives each item its number in a dataset, shuffles aside, and its later repetitions.
+    """Returns the number of each item in a dataset before shuffling, and its later repetitions.
 
     Parameters
     ----------
     source : Source
+        The source of the pipeline.
     transformations : sequence of Transformation
-        Those of the whole pipeline.
+        All transformations of the pipeline.
     num_before : int
-        How many of them come before the dataset that examples are numbered in.
+        Number of transformations before the dataset in which examples are numbered.
     """
 
-    # An item is the number of a row, plus the span of the source for each repetition. So it alone
-    # says which example it is, wherever shuffles have put it.
+    # An item is the number of a row, plus the span of the source per repetition. So the item is
+    # enough to identify the example, wherever shuffles have put it.
 
     def __init__(
         self, source: Source, transformations: tuple[Transformation, ...], num_before: int
@@ -79,7 +80,7 @@ class Numbering:
             if number >= num_before:
                 self._later += [count] * is_repeat
                 continue
-            # After a shuffle, examples that are left out leave the numbers of the others alone.
+            # After a shuffle, leaving out examples does not change the numbers of the others.
             is_in_order = (
                 is_in_order and not isinstance(each, Batch) and (is_repeat or _keeps_order(each))
             )
@@ -91,8 +92,8 @@ class Numbering:
                 span = each.length(span)
 
     def __call__(self, item: Any) -> tuple[int, PassKey]:
-        """Return the number of an item, and those of the repetitions of the dataset."""
-        while isinstance(item, np.ndarray):  # of a batch, its first example
+        """Return the number of an item, and the numbers of the repetitions of the dataset."""
+        while isinstance(item, np.ndarray):  # for a batch, use its first example
             item = item[0]
         repetitions, number = divmod(int(getattr(item, "number", item)), self._span)
         for step, span in self._steps:
@@ -117,25 +118,25 @@ def _split(repetitions: int, count: int | None) -> tuple[int, int]:
 
 
 _Step = tuple[Map | Enumerate, Numbering, Callable[[Any], np.random.Generator], bool]
-"""A map, the numbers of its examples, what makes the random numbers of one, and whether it gets
-batches."""
+"""A map, the numbers of its examples, a function that creates the random generator of an example,
+and whether the map gets batches."""
 
 Entry = tuple[Any, Sequence[Any] | Block, Sequence[int]]
-"""An element, the items that it is made of, and the numbers that it was given."""
+"""An element, its items, and the numbers that `Enumerate` has assigned to it."""
 
 
 class GroupEnd:
-    """Stands between the elements of one batch and those of the next, and passes all maps."""
+    """Marks the end of a batch in a stream of elements; maps pass it on unchanged."""
 
     def __init__(self, *content: Any) -> None:
         self.content = content
 
 
 class Mapper:
-    """Applies the maps of what was batched `level` times."""
+    """Applies the maps of elements that were batched `level` times."""
 
-    # Each of `steps` is the number of a map among all of the dataset, the map, and the numbers of
-    # its examples.
+    # Each of `steps` has the number of a map among all maps of the dataset, the map, and the
+    # numbers of its examples.
 
     def __init__(
         self,
@@ -177,7 +178,7 @@ class Mapper:
             yield entry[0]
 
     def run(self, entries: Iterator[Entry | GroupEnd]) -> Generator[Any, None, None]:
-        """Yield the elements of `entries` after all maps, and the ends between them."""
+        """Yield the elements of `entries` after all maps, and the `GroupEnd` objects unchanged."""
         generators: list[Generator[Any, None, None]] = []
         try:
             for number, step in enumerate(self._steps):
@@ -186,7 +187,7 @@ class Mapper:
             for entry in entries:
                 yield entry if isinstance(entry, GroupEnd) else entry[0]
         finally:
-            for each in reversed(generators):  # the last one waits for what it has begun
+            for each in reversed(generators):  # the last one waits for the calls that it has begun
                 each.close()
 
     def _run(
@@ -231,7 +232,7 @@ class Mapper:
     def _name_example(
         self, error: Exception, each: Map, numbering: Numbering, items: Sequence[Any] | Block
     ) -> None:
-        """Add to the error which example the function was given."""
+        """Add a note to the error that says for which example the function was called."""
         if not len(items):
             which = "a slice of a batch without examples"
         else:
@@ -249,12 +250,12 @@ class Mapper:
 
 
 def _as_array(leaf: Any) -> Any:
-    """Return a tensor, as transformations of images give, as an array."""
+    """Return a PyTorch tensor, as from torchvision, as an array; other leaves as they are."""
     return pytorch.host_array(leaf) if pytorch.is_tensor(leaf) else leaf
 
 
 def _wrapped(element: Any, num_wraps: int) -> Any:
-    """Return the batch of one element, for the map of batches that were taken apart again."""
+    """Return a batch of one element, for a map of batches that `unbatch` has taken apart."""
     index = (None,) * num_wraps
     return nests.map_nest(lambda leaf: np.asarray(leaf)[index], element)
 
@@ -273,23 +274,23 @@ def _unwrapped(element: Any, num_wraps: int) -> Any:
 
 
 def wrapped(transformation: Transformation) -> Transformation:
-    """Return a transformation of batches as one of their elements."""
+    """Return a transformation of batches as a transformation of their elements."""
     if not isinstance(transformation, Map):
         return transformation
     return dataclasses.replace(transformation, num_wraps=transformation.num_wraps + 1)
 
 
 _RESULTS_PER_THREAD = 2
-"""So many results wait at most, those being made among them, or memory would fill with them."""
+"""Limit of finished and running calls per thread, because results that wait need memory."""
 
 
 def num_threads(num_parallel_calls: int) -> int:
-    """Return how many threads `num_parallel_calls` stands for on this rank."""
+    """Return the number of threads that `num_parallel_calls` means on this rank."""
     return cores_of_rank() if num_parallel_calls == AUTOTUNE else num_parallel_calls
 
 
 class ParallelMap:
-    """Threads that map the elements of one iteration after the other."""
+    """Threads that map the elements of successive iterations."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -299,17 +300,17 @@ class ParallelMap:
     def run(
         self, fn: Callable[[Any], Any], elements: Iterable[Any], passes: type
     ) -> Generator[Any, None, None]:
-        """Yield `fn` of each element in order; those of the type `passes` as they are."""
-        # The elements are taken in the thread that takes the results, so that their reader needs
-        # no lock. An error of one cancels those after it.
+        """Yield `fn` of each element in order; elements of the type `passes` are not changed."""
+        # The thread that takes the results also takes the elements, so that their reader needs no
+        # lock. An error in one call cancels the calls after it.
         waiting: deque[_Task] = deque()
         most = _RESULTS_PER_THREAD * self._count
         source = iter(elements)
         is_at_end = False
         try:
             while True:
-                # Several at a time, or this thread would take the processor from the others after
-                # each result.
+                # Tasks are added several at a time, because this thread would otherwise take the
+                # processor from the others after each result.
                 is_short = len(waiting) <= self._count
                 while is_short and not is_at_end and len(waiting) < most:
                     element = next(source, _END)
@@ -357,7 +358,7 @@ def _call_each(functions: Iterable[Callable[[], object]]) -> None:
 
 
 class _Task:
-    """One call, whose lock is free once it has ended."""
+    """One call; its lock is released when the call has ended."""
 
     __slots__ = ("_done", "_element", "_error", "_fn", "_result", "is_cancelled")
 
@@ -398,4 +399,4 @@ def _work(tasks: queue.SimpleQueue[_Task | None], begin: Callable[[], object]) -
     begin()
     while (task := tasks.get()) is not None:
         task.run()
-        del task  # or its element and its result would stay in memory
+        del task  # otherwise its element and its result would stay in memory

@@ -1,4 +1,4 @@
-"""Padded and ragged batches: elements of different shapes, filled up to one or concatenated."""
+"""Padded and ragged batches: elements of different shapes, padded to one shape or concatenated."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ Shape = tuple["int | None", ...]
 
 @dataclass(frozen=True)
 class PaddedBatch(Batch):
-    """Batches whose elements are filled up, to given lengths or the longest of a rank's slice."""
+    """Batches whose elements are padded to given lengths or to the longest of a rank's slice."""
 
     padded_shapes: Any = None
-    """A nest of shapes; ``None`` as a length, or for all of them, is the longest."""
+    """A nest of shapes; ``None`` as a length, or for all shapes, means the longest element."""
     padding_values: Any = 0
     """One value for all leaves, or a nest of them."""
 
     def spec_of(self, element_spec: Any, is_mapped: bool) -> Any:
         """Return the nest of specs of a batch of elements."""
-        batched(element_spec, None)  # refuses what cannot be batched again
+        batched(element_spec, None)  # raises ValueError for a Ragged
         paths, specs, structure = nests.flatten_with_paths(element_spec)
         leaves = []
         for number, (path, spec) in enumerate(zip(paths, specs, strict=True)):
@@ -70,7 +70,7 @@ class PaddedBatch(Batch):
     def _given_shape(
         self, structure: nests.Structure, number: int, path: str, spec: ArraySpec
     ) -> Shape:
-        """Return the lengths that are given for a leaf."""
+        """Return the padded shape of a leaf, ``None`` for lengths that are not given."""
         shape = None
         if self.padded_shapes is not None:
             shape = _leaves("padded_shapes", structure, self.padded_shapes)[number]
@@ -93,11 +93,11 @@ class PaddedBatch(Batch):
         return tuple(lengths)
 
     def _padding(self, structure: nests.Structure, number: int, path: str, spec: ArraySpec) -> Any:
-        """Return the value that fills up a leaf."""
+        """Return the padding value of a leaf."""
         value = self.padding_values
         if not np.isscalar(value) and not (isinstance(value, np.ndarray) and not value.ndim):
             value = _leaves("padding_values", structure, value)[number]
-        # 0, which is what is not given, stands for empty text and for False as well.
+        # 0, the default, also means an empty string and False.
         is_zero = value is None or (not isinstance(value, str) and not value)
         if is_zero and spec.dtype.kind in "SU":
             return spec.dtype.type()

@@ -23,12 +23,12 @@ from mpistrat.data.random import PassKey
 
 @dataclass(frozen=True)
 class Repeat(Reordering):
-    """The items `count` times over, endlessly where it is ``None``."""
+    """The items `count` times over; endlessly if `count` is ``None``."""
 
     count: int | None
 
     def length(self, num_items: int) -> int:
-        """Return how many items leave."""
+        """Return the number of output items."""
         if num_items == 0 or self.count == 0:
             return 0
         if self.count is None or num_items == ENDLESS:
@@ -36,12 +36,12 @@ class Repeat(Reordering):
         return UNKNOWN if num_items == UNKNOWN else num_items * self.count
 
     def rows(self, rows: range) -> range | None:
-        """Return the rows that leave."""
+        """Return the output rows."""
         return rows if self.count == 1 else None
 
     @property
     def num_repetitions(self) -> int | None:  # type: ignore[override]
-        """How often all items come again."""
+        """The number of repetitions."""
         return self.count
 
     def at(self, upstream: Order, positions: np.ndarray, key: PassKey, known: KnownPasses) -> Block:
@@ -62,21 +62,21 @@ class Repeat(Reordering):
     ) -> Iterator[Block]:
         """Return the items of the pass `key`, without the first `start`."""
         length = upstream.length
-        if length <= 0:  # unknown: the repetitions to leave out are found by repeating
+        if length <= 0:  # unknown, so the repetitions to skip must be run through
             return skip_items(self._repetitions(upstream, key, batch_size, 0, 0), start)
         return self._repetitions(upstream, key, batch_size, *divmod(start, length))
 
     def _repetitions(
         self, upstream: Order, key: PassKey, batch_size: int | None, first: int, start: int
     ) -> Iterator[Block]:
-        """Return the repetitions from number `first` on, that one without its first `start`."""
+        """Return the repetitions from number `first` on, the first one without `start` items."""
         rounds = itertools.count(first) if self.count is None else range(first, self.count)
         for repetition in rounds:
             empty = True
             for block in upstream.blocks((*key, repetition), batch_size, start):
                 empty = empty and not len(block)
                 yield moved_items(block, repetition * upstream.span) if repetition else block
-            # Nothing, repeated endlessly, would never yield and never return.
+            # An empty dataset, repeated endlessly, would never yield and never return.
             if empty:
                 return
             start = 0

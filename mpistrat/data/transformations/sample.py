@@ -29,11 +29,11 @@ from mpistrat.data.views import (
 from mpistrat.system.text import brief
 
 _DRAWS, _CHOICES = 2**32 - 3, 2**32 - 4
-"""Keep these streams apart from those of shuffles and maps of the same seed."""
+"""Separate these streams from the streams of shuffles and maps with the same seed."""
 
 
 _MAX_KNOWN = 3
-"""Of so many passes and repetitions the draws are kept: a reader looks ahead into the next one."""
+"""Number of passes and repetitions whose draws are kept: a reader looks ahead into the next one."""
 
 
 def checked_weights(what: str, weights: Any) -> np.ndarray:
@@ -49,7 +49,7 @@ def checked_weights(what: str, weights: Any) -> np.ndarray:
 
 def _uniform(seed: int, key: tuple[int, ...], count: int) -> np.ndarray:
     """Return `count` numbers in [0, 1)."""
-    # Raw bits are the one stream that NumPy promises not to change between versions.
+    # NumPy promises only for raw bits that they do not change between versions.
     bits = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=key)).random_raw(count)
     # The upper 53 bits, as many as a float64 holds: multiples of 2**-53, each equally likely.
     uniform: np.ndarray = (bits >> np.uint64(11)) * 2.0**-53
@@ -57,9 +57,9 @@ def _uniform(seed: int, key: tuple[int, ...], count: int) -> np.ndarray:
 
 
 def _choose(weights: np.ndarray, uniform: np.ndarray) -> np.ndarray:
-    """Return indices of `weights`, each as often as its weight says."""
+    """Return indices of `weights`, drawn with probabilities proportional to the weights."""
     sums = np.cumsum(weights)
-    last = int(np.flatnonzero(weights)[-1])  # rounding may lead beyond
+    last = int(np.flatnonzero(weights)[-1])  # rounding may lead past the end
     found = np.searchsorted(sums, uniform * sums[-1], "right")
     chosen: np.ndarray = np.minimum(found, last)
     return chosen
@@ -75,7 +75,7 @@ class Weights:
         self._known: dict[PassKey, np.ndarray] = {}
 
     def __repr__(self) -> str:
-        # Ranks compare this text, and there may be millions of weights.
+        # A digest, because ranks compare this string and there may be millions of weights.
         digest = hashlib.sha256(self._weights.tobytes()).hexdigest()[:16]
         return f"weights {digest}, {self.num_drawn} draws, seed={self._seed}"
 
@@ -126,7 +126,7 @@ class Sampled(View):
 
     @property
     def file_starts(self) -> np.ndarray:
-        """None, or refused where there are several files."""
+        """Empty; raises ValueError if there are several files."""
         borders = position_borders(self.children[0])
         if len(borders):
             raise no_fixed_files(repr(self))
@@ -150,11 +150,11 @@ class SampleBatches(Reordering):
 
     @property
     def depends_on_pass(self) -> bool:
-        """Yes: each pass draws its own."""
+        """True: each pass has its own draws."""
         return True
 
     def length(self, num_items: int) -> int:
-        """Return how many items leave."""
+        """Return the number of output items."""
         return self.weights.num_drawn
 
     def blocks(
@@ -168,27 +168,27 @@ class SampleBatches(Reordering):
 _NOTHING = object()
 
 _BLOCK = 2**14
-"""So many choices between datasets are drawn at a time."""
+"""Number of choices between datasets that are drawn at a time."""
 
 
 @dataclass(frozen=True)
 class _Choices:
-    """Some of the choices between datasets, and where in each of these they begin."""
+    """Some of the choices between datasets, and the position in each dataset before them."""
 
     first: int
-    """How many elements come before them."""
+    """Number of elements before these choices."""
     counts: np.ndarray
-    """How many of these are from each dataset."""
+    """Number of elements before these choices, per dataset."""
     owners: np.ndarray
     """The dataset of each choice."""
     numbers: np.ndarray
-    """The position of each in its dataset."""
+    """The position of each chosen element in its dataset."""
 
 
 class Mixed(View):
     """Elements of several datasets, each chosen by weight."""
 
-    # The choices are those of the seed alone, so that the length is the same in each pass.
+    # The choices depend only on the seed, so that the length is the same in each pass.
 
     name = "sample_from_datasets"
     needs_one_spec = True
@@ -205,7 +205,7 @@ class Mixed(View):
 
     @property
     def described(self) -> str:
-        """Weights, seed and where it ends."""
+        """Weights, seed, and whether the mixture stops at the first empty dataset."""
         weights = self._weights.tolist()
         return f"{self.name} with {weights=}, seed={self._seed}, stop_on_empty={self._stops}"
 
@@ -217,7 +217,7 @@ class Mixed(View):
     @cached_property
     def _lengths(self) -> np.ndarray:
         lengths = [child.known_length for child in self.children]
-        # More than any position, so the comparisons below need no case for endless datasets.
+        # Greater than any position, so endless datasets need no special case in comparisons below.
         return np.array([2**62 if length == ENDLESS else length for length in lengths])
 
     @cached_property
@@ -256,7 +256,7 @@ class Mixed(View):
         for child in np.unique(owners).tolist():
             mine = np.flatnonzero(owners == child)
             numbers[mine] = counts[child] + np.arange(len(mine))
-        # At the first choice of what has no more, the draws after it would be others.
+        # Stop at the first choice of an empty dataset: the draws after it need new weights.
         empty = np.flatnonzero(numbers >= self._lengths[owners])
         if len(empty):
             owners, numbers = owners[: empty[0]], numbers[: empty[0]]
@@ -284,8 +284,8 @@ class Mixed(View):
         for number in itertools.count():
             if not left.any():
                 return
-            # The same numbers as `_draw` takes, and a new block at each dataset that ends: a stream
-            # has the order that the same elements have in files.
+            # These are the numbers that `_draw` takes, with a new block when a dataset ends. So a
+            # stream has the same order as the same elements in files.
             for owner in _choose(left, _uniform(self._seed, (_CHOICES, number), _BLOCK)).tolist():
                 element = next(elements[owner], _NOTHING)
                 if element is not _NOTHING:
@@ -298,7 +298,7 @@ class Mixed(View):
 
     @property
     def file_starts(self) -> np.ndarray:
-        """Where an element of another dataset or file follows."""
+        """The positions at which the dataset or file changes."""
         if not self.is_of_files:
             return np.empty(0, np.int64)
         owners, positions = self._chosen(np.arange(self.num_examples))

@@ -38,7 +38,7 @@ class Indices:
             )
         if array.dtype.kind == "u" and array.size and int(array.max()) >= 2**63:
             raise IndexError(f"select: the index {int(array.max())} is too large.")
-        # A copy, so that the order stays what it is.
+        # A copy, so that the order does not change if the program changes its array.
         self._given = array.copy() if array.dtype.kind == "b" else array.astype(np.int64)
         self._found: tuple[int, np.ndarray] | None = None
 
@@ -47,12 +47,12 @@ class Indices:
 
     @cached_property
     def digest(self) -> str:
-        """What stands for the indices."""
+        """A digest of the indices, as hexadecimal digits."""
         return hashlib.sha256(self._given.tobytes()).hexdigest()[:16]
 
     @property
     def num_selected(self) -> int:
-        """How many elements are selected."""
+        """Number of selected elements."""
         if self._given.dtype == np.bool_:
             return int(np.count_nonzero(self._given))
         return len(self._given)
@@ -107,7 +107,7 @@ class Selected(View):
 
     @property
     def file_starts(self) -> np.ndarray:
-        """Where an element of another file follows."""
+        """The positions at which the file changes."""
         borders = position_borders(self.children[0])
         return borders_between(np.searchsorted(borders, self.positions((0,)), "right"))
 
@@ -132,7 +132,7 @@ class SelectBatches(Reordering):
     indices: Indices
 
     def length(self, num_items: int) -> int:
-        """Return how many items leave."""
+        """Return the number of output items."""
         return self.indices.num_selected
 
     def blocks(

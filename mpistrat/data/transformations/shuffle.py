@@ -1,8 +1,8 @@
 """Shuffled order of a pass: a pure function of rows, chunks, seed, pass and batch size.
 
-Files are shuffled in two stages. The chunks come in random order and are divided into partitions.
+Files are shuffled in two stages. The chunks are put into random order and divided into partitions.
 A partition mixes the rows of a few chunks at a time and supplies a fixed part of each global
-batch. The window, the rows of those chunks over all partitions, bounds what a rank holds in memory.
+batch. The window, that is, the rows of those chunks in all partitions, limits the memory of a rank.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ from mpistrat.data.transformations.batch import regroup
 from mpistrat.sharding import ceil_div
 
 WINDOW_BYTES = 48 * 2**20
-"""Size of the window that ``window=None`` means for files. The next one is decoded meanwhile, so
-a rank needs twice as much."""
+"""Size of the default window for files. The next window is decoded at the same time, so a rank
+needs twice as much memory."""
 
 _ROWS_AT_A_TIME = 2**13
-"""Batches are put together several at a time, as there may be thousands of partitions."""
+"""Rows for several batches are collected at a time, because there may be thousands of
+partitions."""
 
 
 @dataclass(frozen=True)
 class Shuffle(Reordering):
-    """Items in random order: rows of files as the module describes, others within windows."""
+    """Items in random order: rows of files as described above, other items within windows."""
 
     seed: int
     reshuffle_each_iteration: bool
     window: int | None
-    """How many items are mixed at a time; ``None``: `WINDOW_BYTES` of files, else the pass."""
+    """Number of items mixed at a time; ``None``: `WINDOW_BYTES` for files, else the whole pass."""
 
     @property
     def depends_on_pass(self) -> bool:
@@ -57,7 +58,7 @@ class Shuffle(Reordering):
         rows, layout = upstream.rows, upstream.source.layout_of(key)
         if rows is not None and layout is not None:
             blocks = self._chunk_blocks(rows, layout, drawn_for, batch_size or 1)
-            # Only numbers are drawn for the batches that are skipped; no row of them is read.
+            # For skipped batches only numbers are drawn; none of their rows is read.
             return skip_items(blocks, start)
         window = self.window if layout is None else self.window_rows(layout)
         if window is None and upstream.length == ENDLESS:
@@ -73,7 +74,7 @@ class Shuffle(Reordering):
     def _window_blocks(
         self, blocks: Iterator[Block], window: int | None, key: PassKey, first: int
     ) -> Iterator[Block]:
-        """Return the blocks from window number `first` on, each in its own order."""
+        """Return the windows from number `first` on, each in its own random order."""
         if window is None:
             everything = list(blocks)
             blocks = iter([np.concatenate(everything)] if everything else [])
@@ -85,7 +86,7 @@ class Shuffle(Reordering):
     def _chunk_blocks(
         self, rows: range, layout: ChunkLayout, key: PassKey, batch_size: int
     ) -> Iterator[Block]:
-        """Return the global batches of rows, a block each, from chunks in random order."""
+        """Return the global batches of rows, one block per batch, from chunks in random order."""
         if not len(rows):
             return
         part = layout.of_range(rows)
@@ -101,9 +102,9 @@ class Shuffle(Reordering):
             np.cumsum(plan.lengths(len(rows))),
             window // plan.count,
             _RAMP if self.window is None else 1,
-            # Behind the numbers that ordered the chunks. The number at position i belongs to row i
-            # of the shuffled chunks, so it does not matter when a partition draws, or in which
-            # order they do.
+            # The numbers after those that ordered the chunks. The number at position i belongs to
+            # row i of the shuffled chunks, so it does not matter when, or in which order, the
+            # partitions draw.
             stream.part(len(starts), len(rows)),
         )
         num_full, rest = divmod(len(rows), batch_size)
@@ -122,14 +123,15 @@ _PARTITION_COUNTS = (1, 2, 4, 12, 24, 60, 120, 240, 720, 2520, 5040)
 """Numbers with many divisors, so that partitions divide evenly over common numbers of ranks."""
 
 _FEW_PARTITIONS = 4
-"""Up to so many partitions, so that a few ranks share the work, two pieces for each are enough."""
+"""For up to this many partitions, two pieces each are enough, so that a few ranks share the
+work."""
 
 _MIN_PIECES_PER_PARTITION = 8
 """With fewer pieces a partition would mix badly, and too many pieces would be cut in two."""
 
 _RAMP = 8
-"""A pass begins with this part of the usual window, because the first batch waits for the chunks
-that it is drawn from. A window that the user has chosen has its size from the first batch on."""
+"""A pass begins with the window divided by this, because the first batch waits for the chunks that
+it is drawn from. A window that the user has chosen has its full size from the first batch on."""
 
 _MIN_EXAMPLES_PER_PARTITION = 64
 """In a partition with fewer examples, neighbours would often stay together."""
@@ -149,19 +151,18 @@ class Partitions:
         """Return the partitions of a pass over `num_pieces` chunks."""
         # A partition fills a fixed, contiguous part of every global batch from its own chunks.
         # Their number L does not depend on the number of ranks N, so the order does not either. A
-        # chunk is needed by one rank where N divides L, by less than two on average where N is
-        # smaller than L, and by about N / L where N is larger: then several ranks share a
-        # partition.
+        # chunk is needed by one rank if N divides L, by fewer than two on average if N is smaller
+        # than L, and by about N / L if N is larger, because then several ranks share a partition.
         limit = min(
             max(num_pieces // _MIN_PIECES_PER_PARTITION, min(num_pieces // 2, _FEW_PARTITIONS)),
             num_examples // _MIN_EXAMPLES_PER_PARTITION,
             batch_size,
-            window_pieces // 2,  # of the pieces in memory at a time a partition needs two to mix
+            window_pieces // 2,  # a partition needs two of the pieces in memory to mix them
         )
         return cls(max(each for each in _PARTITION_COUNTS if each <= max(limit, 1)), batch_size)
 
     def bounds(self, num_examples: int) -> list[int]:
-        """Return where in a batch of `num_examples` each partition begins, and the end."""
+        """Return the position of each partition in a batch of `num_examples`, and its end."""
         return [ceil_div(each * num_examples, self.count) for each in range(self.count + 1)]
 
     def lengths(self, num_examples: int) -> list[int]:
@@ -175,11 +176,11 @@ class Partitions:
 
 
 _PERIOD = 2**128
-"""Of PCG64: to go back is to go the rest of the way round."""
+"""Period of PCG64. A step back is a step forward by the rest of the period."""
 
 
 _DRAWN_AT_ONCE = 2**17
-"""Of a stream with at most so many numbers left, all are drawn at once: to skip takes longer."""
+"""If at most this many numbers are needed, all are drawn at once, which is faster than to skip."""
 
 
 class _RandomStream:
@@ -197,7 +198,7 @@ class _RandomStream:
         return self._bits.random_raw(length)
 
     def permutation(self, first: int, length: int) -> np.ndarray:
-        """Return an order of `length` items, drawn with as many numbers from `first` on."""
+        """Return a random order of `length` items, from the `length` numbers after `first`."""
         # Generator.permutation may change between versions of NumPy (NEP 19). A stable sort of raw
         # bits cannot, not even if two of them are equal.
         return self.raw(first, length).argsort(kind="stable")
@@ -211,12 +212,13 @@ class _RandomStream:
 
 
 class _Mixing:
-    """The places of examples, mixed by each partition for itself, and taken a few at a time.
+    """The places of examples, mixed within each partition, and taken a few at a time.
 
-    The chunks, which have `starts` and `lengths`, are cut where partitions end, at exactly the
-    examples that each supplies, so a chunk at the border of two belongs to both. A partition
-    mixes pieces of `window` rows at a time, first of its `ramp`-th part, then of twice the size
-    each time. Partitions that are to mix do so together, as there may be many of them.
+    The chunks, which have `starts` and `lengths`, are cut at the ends of the partitions, so that
+    each partition has exactly the examples that it supplies. A chunk at the border of two
+    partitions belongs to both. A partition mixes pieces of `window` rows at a time: first a
+    `ramp`-th part of that, then twice as much each time. All partitions that need new examples mix
+    together, because there may be many of them.
     """
 
     def __init__(
@@ -230,7 +232,7 @@ class _Mixing:
     ) -> None:
         starts, lengths = starts[lengths > 0], lengths[lengths > 0]
         stops = lengths.cumsum()
-        # Where a partition ends within a chunk, the chunk is cut in two.
+        # If a partition ends within a chunk, the chunk is cut in two.
         cuts = np.unique(ends[stops[stops.searchsorted(ends)] != ends])
         places = stops.searchsorted(cuts)
         self._stops = np.insert(stops, places, cuts)  # of pieces, in shuffled order
@@ -240,18 +242,18 @@ class _Mixing:
         lengths = np.insert(lengths, places, lengths[places])
         self._starts = starts + begins - (stops - lengths)
         self._lengths = self._stops - begins
-        # Of each partition the pieces that are not mixed yet, and where they begin.
+        # For each partition: the range of its pieces that are not mixed yet, and their first place.
         self._last = self._stops.searchsorted(ends, "right")
         self._first = np.concatenate([[0], self._last])[:-1]
         self._done = np.concatenate([[0], ends])[:-1]
         self._window = window
         self._sizes = np.full(len(ends), ceil_div(window, ramp))
         self._random_bits = random_bits
-        self._mixed = [np.empty(0, np.int64)] * len(ends)  # and not taken
+        self._mixed = [np.empty(0, np.int64)] * len(ends)  # but not taken
         self._num_mixed = np.zeros(len(ends), np.int64)
 
     def take(self, num_batches: int, widths: np.ndarray) -> Block:
-        """Return places of shape ``(num_batches, sum(widths))``: each partition fills its width."""
+        """Return places of shape ``(num_batches, sum(widths))``; each partition fills its width."""
         counts = num_batches * widths
         while len(short := np.flatnonzero(self._num_mixed < counts)):
             self._mix(short)
@@ -267,7 +269,7 @@ class _Mixing:
         """Mix the next pieces of some partitions."""
         firsts, done = self._first[partitions], self._done[partitions]
         sizes = self._sizes[partitions]
-        # At least one piece, even if it is longer than the window, or `take` would never end.
+        # Take at least one piece, even if it is longer than the window, or `take` would not end.
         stops = np.maximum(self._stops.searchsorted(done + sizes, "right"), firsts + 1)
         stops = np.minimum(stops, self._last[partitions])
         ends = self._stops[stops - 1]
@@ -287,7 +289,7 @@ class _Mixing:
 
 
 def _expand(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return the positions of the pieces, one after the other."""
+    """Return all positions within the pieces, one piece after the other."""
     ends = lengths.cumsum()
     positions: np.ndarray = np.arange(ends[-1]) + (starts - (ends - lengths)).repeat(lengths)
     return positions

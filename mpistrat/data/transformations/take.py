@@ -25,13 +25,13 @@ class Take(Reordering):
     count: int
 
     def length(self, num_items: int) -> int:
-        """Return how many items leave."""
+        """Return the number of output items."""
         if num_items == UNKNOWN:
             return UNKNOWN if self.count else 0
         return self.count if num_items == ENDLESS else min(self.count, num_items)
 
     def rows(self, rows: range) -> range | None:
-        """Return the rows that leave."""
+        """Return the output rows."""
         return rows[: self.count]
 
     def at(self, upstream: Order, positions: np.ndarray, key: PassKey, known: KnownPasses) -> Block:
@@ -48,7 +48,7 @@ class Take(Reordering):
         for block in upstream.blocks(key, batch_size, start):
             yield block[:missing]
             missing -= len(block)
-            # Asking for one block more could cost a generator's time, or never return.
+            # One more block may take a slow generator long, or never arrive.
             if missing <= 0:
                 return
 
@@ -60,15 +60,15 @@ class Skip(Reordering):
     count: int
 
     def length(self, num_items: int) -> int:
-        """Return how many items leave."""
+        """Return the number of output items."""
         return num_items if num_items < 0 else max(num_items - self.count, 0)
 
     def rows(self, rows: range) -> range | None:
-        """Return the rows that leave."""
+        """Return the output rows."""
         return rows[self.count :]
 
     def renumbered(self, number: int) -> int:
-        """Return the number of an example among those that leave."""
+        """Return the output number of an example."""
         return number - self.count
 
     def at(self, upstream: Order, positions: np.ndarray, key: PassKey, known: KnownPasses) -> Block:
@@ -90,17 +90,17 @@ class Shard(Reordering):
     index: int
 
     def length(self, num_items: int) -> int:
-        """Return how many items leave."""
+        """Return the number of output items."""
         if num_items < 0:
             return num_items
         return len(range(self.index, num_items, self.num_shards))
 
     def rows(self, rows: range) -> range | None:
-        """Return the rows that leave."""
+        """Return the output rows."""
         return rows[self.index :: self.num_shards]
 
     def renumbered(self, number: int) -> int:
-        """Return the number of an example among those that leave."""
+        """Return the output number of an example."""
         return (number - self.index) // self.num_shards
 
     def at(self, upstream: Order, positions: np.ndarray, key: PassKey, known: KnownPasses) -> Block:

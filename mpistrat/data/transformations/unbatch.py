@@ -39,14 +39,14 @@ if TYPE_CHECKING:
     from mpistrat.collectives.collectives import Collectives
 
 _LEAST_AHEAD = 2**10
-"""So many rows are known ahead at least, so that elements are read ahead of their use."""
+"""At least this many rows are announced ahead, so that elements are read ahead of their use."""
 
 
 class Rows(View):
     """The rows of the elements of a dataset, which are nests of arrays of one length."""
 
-    # A row has the number that it has without the shuffles of the dataset, so shuffles do not
-    # change which rows these are, only their order.
+    # A row has the number that it has without the shuffles of the dataset, so shuffles change only
+    # the order of rows, not their numbers.
 
     name = "unbatch"
     is_fixed = True
@@ -61,12 +61,12 @@ class Rows(View):
 
     @property
     def kind(self) -> str:
-        """The method, and the kind of the dataset."""
+        """The name of the method, with the kind of the dataset."""
         return f"{self.children[0].kind}.unbatch()"
 
     @property
     def described(self) -> str:
-        """How many rows each element has."""
+        """A description with a digest of the number of rows of each element."""
         digest = hashlib.sha256(self.lengths.tobytes()).hexdigest()[:16]
         return f"unbatch to {self.num_examples} rows of {len(self.lengths)} elements, {digest}"
 
@@ -97,7 +97,7 @@ class Rows(View):
 
     @property
     def lengths(self) -> np.ndarray:
-        """The number of rows of each element, found here where that has not been done."""
+        """The number of rows of each element; counts them on this rank if necessary."""
         if self._lengths is None:
             known = self.known_lengths
             self.take_lengths(self.evaluate(1, 0) if known is None else known)
@@ -108,23 +108,23 @@ class Rows(View):
         """Use `lengths`, which the ranks have found together."""
         self._lengths = lengths
         self._layouts.clear()
-        # cached_property stores its value in the instance dict; without it there it is computed
+        # cached_property stores its value in the instance dict. If it is removed, it is computed
         # again.
         vars(self).pop("offsets", None)
 
     @cached_property
     def offsets(self) -> np.ndarray:
-        """The number of the first row of each element, and at the end the number of rows."""
+        """The number of the first row of each element; the last entry is the number of rows."""
         return np.cumsum([0, *self.lengths])
 
     @property
     def known_lengths(self) -> np.ndarray | None:
-        """The number of rows of each element, ``None`` where it shows only in the elements."""
+        """The number of rows of each element, ``None`` if only the elements themselves show it."""
         pipeline = self._unshuffled
         spec = pipeline.found_spec
         if spec is None:
             return np.empty(0, np.int64)
-        _ = self.element_spec  # or raises
+        _ = self.element_spec  # raises an error if there are no rows
         if pipeline.num_maps:
             return None
         first = {leaf.shape[0] for leaf in nests.flatten(spec)[0]}
@@ -137,7 +137,7 @@ class Rows(View):
         return np.asarray(of_source[items], np.int64)
 
     def evaluate(self, size: int, rank: int) -> np.ndarray:
-        """Return how many rows each element has, of the share of `rank`."""
+        """Return the number of rows of each element in the share of `rank`."""
         pipeline = self._unshuffled
         part = sharding.slice_of_rank(pipeline.known_length, size, rank)
         found = np.zeros(part.stop - part.start, np.int64)
@@ -159,7 +159,7 @@ class Rows(View):
 
     @property
     def _unshuffled(self) -> Pipeline:
-        """The dataset in the order of its numbers, if these have one meaning for all passes."""
+        """The dataset in the order of its numbers, if these mean the same in each pass."""
         child = self.children[0]
         if not self.is_steady:
             raise ValueError(
@@ -171,12 +171,12 @@ class Rows(View):
 
     @property
     def file_starts(self) -> np.ndarray:
-        """Where an element of another file begins."""
+        """The numbers of the first rows of all files but the first."""
         starts = self.offsets[position_borders(self._unshuffled)]
         return np.unique(starts[(starts > 0) & (starts < self.num_examples)])
 
     def find_layout(self, key: PassKey) -> ChunkLayout | None:
-        """Return the elements as chunks, or the chunks that several of them lie in."""
+        """Return the elements as chunks, or the chunks of the dataset, which hold several."""
         if not self.num_examples:
             return None
         layout = position_layout(self._unshuffled, key)
@@ -195,7 +195,7 @@ class Rows(View):
         return max(sum(sizes), 1)
 
     def child_window(self, window_rows: int, child: Pipeline) -> int:
-        """Return how many elements the rows of a window are of."""
+        """Return the number of elements for the rows of a window."""
         return -(-window_rows * len(self.lengths) // max(self.num_examples, 1))
 
     def blocks(self, key: PassKey, batch_size: int | None, start: int) -> Iterator[Block]:
@@ -213,7 +213,7 @@ class Rows(View):
             start = max(start - len(numbers), 0)
 
     def open_child(self, pipeline: Pipeline, window_rows: int, stream: PassStream) -> Child:
-        """Return a reader of rows, which keeps the elements that they are of."""
+        """Return a reader of rows, which keeps the elements that the rows belong to."""
         return _RowsOfElements(self, pipeline, window_rows, stream)
 
     def parts(self, numbers: np.ndarray, key: PassKey, children: Sequence[Child]) -> list[Part]:
@@ -221,7 +221,7 @@ class Rows(View):
         return [Part(0, numbers)]
 
     def streamed(self, elements: Sequence[Iterator[Any]]) -> Iterator[Any]:
-        """Yield the rows of elements that come one after the other."""
+        """Yield the rows of a stream of elements."""
         for number, element in enumerate(elements[0]):
             leaves, structure = nests.flatten(element)
             for row in range(self._length_of(element, number)):
@@ -229,7 +229,7 @@ class Rows(View):
 
 
 def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return the numbers of ranges, one range after the other."""
+    """Return the numbers in several ranges, one range after the other."""
     ends = lengths.cumsum()
     total = int(ends[-1]) if len(ends) else 0
     numbers: np.ndarray = np.arange(total) + (starts - (ends - lengths)).repeat(lengths)
@@ -237,7 +237,7 @@ def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 class _RowsOfElements(Child):
-    """Reads rows by their numbers: each element is read once while rows of it are expected."""
+    """Reads rows by number; an element is read once and kept while its rows are expected."""
 
     def __init__(
         self, view: Rows, pipeline: Pipeline, window_rows: int, stream: PassStream
@@ -249,13 +249,13 @@ class _RowsOfElements(Child):
         self.lookahead_rows = max(2 * rows_of_window, _LEAST_AHEAD)
         self._changes = pipeline.num_maps > 0
         self._expected: Counter[tuple[PassKey, int]] = Counter()
-        """How many rows of each element are going to be read."""
+        """Number of rows of each element that will be read."""
         self._kept: OrderedDict[tuple[PassKey, int], list[np.ndarray]] = OrderedDict()
         """The leaves of elements."""
         self._structure: Any = None
 
     def expect(self, part: Part, key: PassKey) -> None:
-        """Announce that the rows of `part` are going to be read in the pass `key`."""
+        """Announce that the rows of `part` will be read in the pass `key`."""
         elements, counts = np.unique(self._elements(part.items), return_counts=True)
         new = []
         for element, count in zip(elements.tolist(), counts.tolist(), strict=True):
@@ -285,7 +285,7 @@ class _RowsOfElements(Child):
             nest = nests.unflatten(self._structure, [leaf[rows] for leaf in leaves])
             nests_of_elements.append(nest)
         self._drop(elements, np.bincount(inverse), key)
-        # All rows are of one element, and in order: nothing has to be copied.
+        # All rows belong to one element and are in order, so no copy is needed.
         if len(groups) == 1 and (np.diff(groups[0]) == 1).all():
             return nests_of_elements[0]
         return scattered(len(numbers), groups, nests_of_elements)
@@ -303,12 +303,12 @@ class _RowsOfElements(Child):
                     f"has arrays of the shapes {[leaf.shape for leaf in leaves]}. A function of "
                     "map must give the same number of rows each time."
                 )
-            if len(missing) > 1:  # or each would keep all others in memory
+            if len(missing) > 1:  # otherwise one element would keep all others in memory
                 leaves = [leaf.copy() for leaf in leaves]
             self._kept[self._place(element, key)] = leaves
 
     def _drop(self, elements: np.ndarray, counts: np.ndarray, key: PassKey) -> None:
-        """Forget elements of which no more rows are expected, but the last one."""
+        """Forget elements without further expected rows, except for the last one."""
         for element, count in zip(elements.tolist(), counts.tolist(), strict=True):
             place = self._place(element, key)
             self._expected[place] -= count
@@ -328,7 +328,7 @@ class _RowsOfElements(Child):
         return self.at(elements, key) if rows is None else rows.start + rows.step * elements
 
     def _place(self, element: int, key: PassKey) -> tuple[PassKey, int]:
-        # Without maps an element is the same in every epoch, so one copy of it serves them all.
+        # Without maps an element is the same in every epoch, so one copy is enough.
         return (key if self._changes else (), element)
 
     def _reader_expects(self, items: Block, key: PassKey) -> None:
@@ -337,15 +337,15 @@ class _RowsOfElements(Child):
         self.lookahead_rows = ahead
 
     def close(self) -> None:
-        """Forget all elements, and close what they are read by."""
+        """Forget all elements, and close their reader."""
         self._kept.clear()
         super().close()
 
 
 def count_rows(source: Rows, policy: AutoShardPolicy, collectives: Collectives, kind: str) -> None:
-    """Find how many rows elements have: each rank looks at a share. **Collective**."""
+    """Count the rows of all elements; each rank counts a share. **Collective**."""
     check_same(source.children[0], policy, collectives, kind)
-    # This may open files, and fail on one rank, which would then miss the gather below.
+    # This may open files and fail on one rank, which would then not take part in the gather below.
     with collectives.all_or_none(kind):
         is_known = source.is_read or source.known_lengths is not None
     # If any rank does not know the lengths, all take part in counting: it is collective.

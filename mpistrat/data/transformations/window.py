@@ -20,12 +20,12 @@ from mpistrat.data.views import Child, Part, View, position_borders, position_la
 from mpistrat.errors import DataError
 
 _MERGED, _MIN_PIECES = 8, 24
-"""Up to so many neighbouring chunks are shuffled together, because windows at the end need the
-chunk after it too; but not so many that fewer pieces than that are mixed."""
+"""Up to `_MERGED` neighbouring chunks are shuffled together, because windows at the end of a chunk
+need the next chunk too; but at least `_MIN_PIECES` pieces must be left to mix."""
 
 
 class Windowed(View):
-    """Each example is `size` elements, `dilation` apart, the first ones `stride` apart."""
+    """Windows of `size` elements, `dilation` apart; the first elements are `stride` apart."""
 
     name = "window"
 
@@ -57,7 +57,7 @@ class Windowed(View):
 
     @cached_property
     def _segments(self) -> tuple[np.ndarray, np.ndarray]:
-        """The first element of each file, and how many windows come before those of the file."""
+        """The first element of each file, and the number of windows before the file."""
         length = self.children[0].known_length
         borders = () if self._across_files else position_borders(self.children[0])
         starts = np.array([0, *borders], np.int64)
@@ -71,7 +71,7 @@ class Windowed(View):
         if self.children[0].known_length != ENDLESS:
             return int(self._segments[1][-1])
         if not self._across_files:
-            position_borders(self.children[0])  # refuses
+            position_borders(self.children[0])  # raises ValueError if there are several files
         return ENDLESS
 
     def _first_elements(self, numbers: np.ndarray) -> np.ndarray:
@@ -87,7 +87,7 @@ class Windowed(View):
 
     @property
     def file_starts(self) -> np.ndarray:
-        """Where the windows of another file begin."""
+        """The positions at which the windows of the next file begin."""
         firsts = np.unique(self._segments[1])
         return firsts[(firsts > 0) & (firsts < self.num_examples)]
 
@@ -99,7 +99,7 @@ class Windowed(View):
         most = layout.rows_in(shuffle.WINDOW_BYTES) // _MIN_PIECES
         layout = layout.merged(min(_MERGED * max(layout.rows_per_chunk, self._span), most))
         found = layout.of_numbers(self._first_elements(np.arange(self.num_examples)))
-        # Each element is in memory once, and a window needs those behind its chunk too.
+        # Each element is in memory once, and a window also needs elements after its chunk.
         new = min(self._stride, self._span) * layout.bytes_per_row
         return dataclasses.replace(found, bytes_per_row=new + new // _MERGED)
 
@@ -114,7 +114,7 @@ class Windowed(View):
         return [Part(0, children[0].at(positions.ravel(), key))]
 
     def streamed(self, elements: Sequence[Iterator[Any]]) -> Iterator[Any]:
-        """Yield the windows of elements that come one after the other."""
+        """Yield the windows of a stream of elements."""
         waiting: list[Any] = []
         skipped = 0
         for element in elements[0]:
@@ -126,13 +126,13 @@ class Windowed(View):
                 flat = [nests.flatten(each) for each in waiting[:: self._dilation]]
                 columns = zip(*(leaves for leaves, _ in flat), strict=True)
                 yield nests.unflatten(flat[0][1], map(np.stack, columns))
-                # If windows are further apart than they are long, the elements between them are in
-                # none.
+                # If windows are further apart than they are long, the elements in between are
+                # skipped.
                 skipped = max(self._stride - self._span, 0)
                 del waiting[: self._stride]
 
     def joined(self, num_examples: int, parts: Sequence[Part], columns: Sequence[Any]) -> Any:
-        """Return the columns with the elements of a window along a dimension of their own."""
+        """Return the columns with an additional dimension for the elements of a window."""
 
         def stacked(column: np.ndarray) -> np.ndarray:
             if column.dtype == object:

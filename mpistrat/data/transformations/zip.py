@@ -51,8 +51,8 @@ class Zipped(View):
         try:
             chosen = [nest[field] for field in fields]
         except (KeyError, IndexError, TypeError):
-            return None  # the one who asked says what is wrong
-        # The others may be shorter, so elements are those of the shortest of all.
+            return None  # the caller raises an error that names the missing field
+        # The other datasets may be shorter, so the length is still the length of the shortest.
         if not all(isinstance(child, Pipeline) for child in chosen):
             return None
         take = Take(self.num_examples) if self.num_examples != ENDLESS else Skip(0)
@@ -67,7 +67,7 @@ class Zipped(View):
 
     @property
     def file_starts(self) -> np.ndarray:
-        """Where any of the datasets begins a file."""
+        """The positions at which a file of any dataset begins."""
         borders = functools.reduce(np.union1d, map(position_borders, self.children))
         return borders[borders < self.num_examples].astype(np.int64)
 
@@ -82,7 +82,7 @@ class Zipped(View):
         return dataclasses.replace(widest.of_range(range(self.num_examples)), bytes_per_row=total)
 
     def child_window(self, window_rows: int, child: Pipeline) -> int:
-        """Return as many: each example has one element of each dataset."""
+        """Return the same number: each example has one element of each dataset."""
         return window_rows
 
     def parts(self, numbers: np.ndarray, key: PassKey, children: Sequence[Child]) -> list[Part]:
