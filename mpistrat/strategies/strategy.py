@@ -754,7 +754,7 @@ class Strategy(Hinted):
     # Names that control graphs and sessions in TensorFlow 1.
 
     def group(self, value: object, name: str | None = None) -> None:
-        """Do nothing: `value` is already computed. A no-op by nature. Local.
+        """Do nothing: `value` is already computed. Has no effect. Local.
 
         Parameters
         ----------
@@ -770,7 +770,7 @@ class Strategy(Hinted):
         task_type: str | None = None,
         task_id: int | None = None,
     ) -> None:
-        """Do nothing: there are no sessions and no servers. A no-op by nature. Local.
+        """Do nothing: there are no sessions and no servers. Has no effect. Local.
 
         Parameters
         ----------
@@ -780,7 +780,7 @@ class Strategy(Hinted):
         return
 
     def update_config_proto(self, config_proto: Any) -> Any:
-        """Return a copy of `config_proto`: there are no sessions. A no-op by nature. Local.
+        """Return a copy of `config_proto`: there are no sessions. Has no effect. Local.
 
         Parameters
         ----------
@@ -859,7 +859,7 @@ class Strategy(Hinted):
         return array[tuple(slice(int(i) * step, (int(i) + 1) * step) for i, step in places)]
 
     def experimental_assign_to_logical_device(self, tensor: T, logical_device_id: int) -> T:
-        """Return `tensor` unchanged: each rank has its own code. A no-op by nature. Local.
+        """Return `tensor` unchanged: each rank has its own code. Has no effect. Local.
 
         Parameters
         ----------
@@ -883,7 +883,7 @@ class Strategy(Hinted):
         return tensor
 
     def experimental_replicate_to_logical_devices(self, tensor: T) -> T:
-        """Return `tensor` unchanged: each rank has its own values. A no-op by nature. Local.
+        """Return `tensor` unchanged: each rank has its own values. Has no effect. Local.
 
         Parameters
         ----------
