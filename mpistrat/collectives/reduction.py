@@ -256,7 +256,7 @@ class Reduction:
         is_one = plan.is_single and plan.is_unchanged and not lends
         if not is_one or not plan.packs[0].num_bytes:
             return FastPath()
-        pack, node, meeting = plan.packs[0], transport.node, transport.piggyback
+        pack, node, piggyback = plan.packs[0], transport.node, transport.piggyback
         # Also together with GATHERED: without checks there is no round, and compiled code then uses
         # MPI.
         move = self._direct.ready(self.op, pack.dtype) if self._is_direct else None
@@ -267,20 +267,22 @@ class Reduction:
             divisor = transport.size if self.op is ReduceOp.MEAN else 1
             how = {"function": number, "divisor": divisor, "itemsize": itemsize}
             return FastPath(
-                Route.GATHERED, move, {**self._piggyback.way, **how, "owners": transport.size}
+                Route.GATHERED,
+                move,
+                {**self._piggyback.parameters, **how, "owners": transport.size},
             )
         if self._is_direct:
             return FastPath(Route.BY_MPI, move)
-        way = {} if node is None else node.way(self.op, pack.dtype, pack.num_bytes)
-        if node is None or not way or (self._piggyback is None and self._node is None):
+        parameters = {} if node is None else node.parameters(self.op, pack.dtype, pack.num_bytes)
+        if node is None or not parameters or (self._piggyback is None and self._node is None):
             return FastPath()
-        if meeting is None or not meeting.is_shared:
-            return FastPath(Route.IN_SLICES, node.ready(self.op, pack.dtype), way)
+        if piggyback is None or not piggyback.is_shared:
+            return FastPath(Route.IN_SLICES, node.ready(self.op, pack.dtype), parameters)
         # Only reached if all ranks are on one node: otherwise the round is not in shared memory.
         route = Route.IN_BLOCKS if self._piggyback is None else Route.IN_ROUND
         # The parameters of both routes: without checks there is no round, and compiled code uses
         # IN_BLOCKS in place of IN_ROUND.
-        return FastPath(route, None, {**meeting.way, **way})
+        return FastPath(route, None, {**piggyback.parameters, **parameters})
 
     def check_wait(self) -> None:
         """Raise if a wait for data has ended because ranks leave."""

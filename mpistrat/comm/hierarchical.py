@@ -79,7 +79,7 @@ class HierarchicalReducer:
             self.withdraw()
         self._attached = None
 
-    def way(self, op: ReduceOp, dtype: np.dtype, num_bytes: int) -> dict[str, int]:
+    def parameters(self, op: ReduceOp, dtype: np.dtype, num_bytes: int) -> dict[str, int]:
         """Return the parameters with which compiled code reduces an array of one block by `op`."""
         function = compiled_function(op, dtype)
         if function is None or num_bytes > self._memory.BLOCK_BYTES:

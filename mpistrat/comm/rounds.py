@@ -150,7 +150,7 @@ class GatheredRound(MpiRound):
         ]
         self._own_room, self._rooms = own[head:], gathered[:, head:]
         own_place, places = address_of(self._own_room), address_of(self._rooms)
-        self.way: dict[str, int] = {"values": own_place, "largest": places, "turns": length}
+        self.parameters: dict[str, int] = {"values": own_place, "largest": places, "turns": length}
         """Parameters, by name, with which compiled code finds the data of a round."""
         request: Any
         try:
@@ -191,7 +191,7 @@ class GatheredRound(MpiRound):
         function, library = compiled_function(op, dtype), native_library()
         if function is not None and library is not None:
             divisor = self._size if op is ReduceOp.MEAN else 1
-            rows = self.way["largest"], self.way["turns"], self._size
+            rows = self.parameters["largest"], self.parameters["turns"], self._size
             how = function[0], divisor, function[1], *rows
             return functools.partial(library.combine_rows, *how)
 
@@ -220,15 +220,15 @@ class SharedRound:
         # After this, a rank that arrives later does not find all ranks there: it waits, and learns
         # why.
         self.withdraw = functools.partial(library.reduce_withdraw, pointer)
-        self.way: dict[str, int] = {
+        self.parameters: dict[str, int] = {
             "rounds": pointer,
             "values": send,
             "largest": receive,
             "turns": _TURNS,
         }
         """Parameters, by name, with which compiled code runs a round."""
-        # `way` has the parameters of `round_meet`, in its order.
-        self.meet = functools.partial(library.round_meet, *self.way.values())
+        # `parameters` has the parameters of `round_meet`, in its order.
+        self.meet = functools.partial(library.round_meet, *self.parameters.values())
         self.room = min(node.ROUND_BYTES, _ROOM_OF_ALL // node.size)
         """How many bytes can be sent with a round."""
         self._size = node.size

@@ -73,8 +73,8 @@ class LocalRows:
         """Combine `rows`, each with one array per target, and divide the sums."""
         function = compiled_function(op, targets[0].dtype)
         assert function is not None
-        way = self._sequence.pointer, function[0], divisor, function[1], order.pointer
-        self._reduce(*way, *order.num_rows, _ALL_BYTES, 0, False, rows, targets)
+        parameters = self._sequence.pointer, function[0], divisor, function[1], order.pointer
+        self._reduce(*parameters, *order.num_rows, _ALL_BYTES, 0, False, rows, targets)
 
 
 class SharedMemoryReducer:
@@ -114,7 +114,7 @@ class SharedMemoryReducer:
             self.withdraw()
         self._attached = None
 
-    def way(self, op: ReduceOp, dtype: np.dtype, num_bytes: int) -> dict[str, int]:
+    def parameters(self, op: ReduceOp, dtype: np.dtype, num_bytes: int) -> dict[str, int]:
         """Return the parameters with which compiled code reduces an array in this memory."""
         function = compiled_function(op, dtype)
         if function is None:
@@ -170,9 +170,9 @@ class SharedMemoryReducer:
         most = self._memory.BLOCK_BYTES // max(order.num_rows) // _ALIGNMENT * _ALIGNMENT
         sizes = min(_BLOCK_BYTES, most), _SMALL_BYTES // sum(order.num_rows)
         sequence, num_rows = self._memory.reductions, order.num_rows[self._memory.rank]
-        way = sequence.pointer, function[0], divisor, function[1], order.pointer, num_rows
+        parameters = sequence.pointer, function[0], divisor, function[1], order.pointer, num_rows
         with self._occupancy:
-            self._memory.library.reduce(*way, *sizes, False, rows, targets)
+            self._memory.library.reduce(*parameters, *sizes, False, rows, targets)
             # If a rank has left, the function in C has returned early, and the content of the
             # targets is undefined.
             sequence.check()

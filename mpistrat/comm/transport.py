@@ -96,7 +96,7 @@ class Piggyback(Round, Protocol):
     """How many bytes can be sent with a round."""
     is_shared: bool
     """Whether the round is in memory that the ranks share, else over MPI."""
-    way: dict[str, int]
+    parameters: dict[str, int]
     """Parameters, by name, with which compiled code runs a round, or finds its data."""
 
     def attach(self, source: np.ndarray) -> None:
@@ -128,7 +128,7 @@ class NodeReducer(Reducer, Protocol):
     def detach(self) -> None:
         """Withdraw the message that was attached last, if it was not reduced."""
 
-    def way(self, op: ReduceOp, dtype: np.dtype, num_bytes: int) -> dict[str, int]:
+    def parameters(self, op: ReduceOp, dtype: np.dtype, num_bytes: int) -> dict[str, int]:
         """Return the parameters, by name, with which compiled code reduces an array, if it can."""
         # `check` is called after its waits, and `withdraw` if the ranks do not agree.
 

@@ -95,12 +95,12 @@ class PreparedSteps(dict[tuple[int, ...], PreparedStep]):
             gradients, variables = zip(*pairs, strict=True)
         except (TypeError, ValueError):
             return None, []
-        known = self.get((id(channel), *map(id, variables)))
+        prepared = self.get((id(channel), *map(id, variables)))
         given = list(gradients)
         # A program may have replaced the optimizer's counter.
-        if known is None or known.strategy is not strategy or known.counter is not counter:
+        if prepared is None or prepared.strategy is not strategy or prepared.counter is not counter:
             return None, []
-        return (known, given) if known.reduction.fits(given) else (None, [])
+        return (prepared, given) if prepared.reduction.fits(given) else (None, [])
 
     def keep(
         self,
@@ -139,29 +139,29 @@ class AgreedStep:
     optimizer: Any
     """An `Optimizer`. Naming the class here would be an import cycle."""
     strategy: Any
-    known: PreparedStep | None
+    prepared: PreparedStep | None
     gradients: list[Any]
-    """Gradients, already summed over replicas except those that are `late`."""
+    """Gradients, already summed over replicas except those that are `unsummed`."""
     variables: Sequence[Variable]
-    late: Collection[int]
+    unsummed: Collection[int]
     """Positions of the gradients that each rank sums in parts."""
     rate: float
     number: int
     """Number of the step, from 0."""
     scale: float
     """Factor that the gradients have been multiplied by."""
-    are_own: bool
+    owns_gradients: bool
     """Whether nothing else uses the memory of the summed gradients."""
 
     def take(self) -> None:
         """Update the variables. **Collective** if ranks update parts of them."""
-        optimizer, known = self.optimizer, self.known
+        optimizer, prepared = self.optimizer, self.prepared
         rule, constants = optimizer._rule, optimizer._constants(self.rate, self.number)
-        update_all = None if known is None else self._update_of_all(known, rule)
+        update_all = None if prepared is None else self._update_of_all(prepared, rule)
         gradients, variables, updates = self.gradients, self.variables, []
         sums = None
-        if update_all is not None and known is not None:
-            sums = known.sums_of_squares(gradients)
+        if update_all is not None and prepared is not None:
+            sums = prepared.sums_of_squares(gradients)
         else:
             updates = self._updates()
             gradients = [each.gradient for each in updates]
@@ -193,11 +193,11 @@ class AgreedStep:
                     [
                         (each.target, each.placement.own(each.gradient))
                         for each in updates
-                        if not each.is_late
+                        if not each.is_unsummed
                     ],
                 )
                 iterations = optimizer.iterations
-                memory = own_storage_of(iterations) if known is None else known.iterations
+                memory = own_storage_of(iterations) if prepared is None else prepared.iterations
                 # A skipped step does not count: Adam's bias correction and schedules depend on the
                 # number of actual updates.
                 memory += 1
@@ -205,17 +205,17 @@ class AgreedStep:
                 if parts:
                     # Called last, because it sends the weights that the lines above have updated.
                     share_parts(context.collectives_of(self.strategy), kind, rule, step, parts)
-                elif known is None:
+                elif prepared is None:
                     settle(iterations)
             if optimizer.loss_scale is not None:
                 optimizer.loss_scale._adjust(is_finite=factor is not None)
 
-    def _update_of_all(self, known: PreparedStep, rule: Rule) -> UpdateAll | None:
+    def _update_of_all(self, prepared: PreparedStep, rule: Rule) -> UpdateAll | None:
         """Return a function that updates all variables at once, ``None`` if there is none."""
-        if rule not in known.updates:
-            targets = self.optimizer._targets(known.variables)
-            known.updates[rule] = rule.update_of_all(targets)
-        return known.updates[rule]
+        if rule not in prepared.updates:
+            targets = self.optimizer._targets(prepared.variables)
+            prepared.updates[rule] = rule.update_of_all(targets)
+        return prepared.updates[rule]
 
     def _sum_over_shards(self, variables: Sequence[Variable]) -> Callable[[list[float]], float]:
         """Return a function that adds up numbers for `variables` over the ranks of a replica."""
@@ -252,7 +252,7 @@ class AgreedStep:
                 optimizer._slots.placement(variable, optimizer._rule.kernel.slots),
                 target,
                 gradient,
-                is_late=position in self.late,
+                is_unsummed=position in self.unsummed,
             )
             for position, variable, target, gradient in zip(
                 positions, variables, targets, settled, strict=True
@@ -261,36 +261,36 @@ class AgreedStep:
 
     def _written(self, targets: Sequence[Target]) -> list[tuple[int, int]]:
         """Return the spans of memory that the step changes and that gradients may share."""
-        if self.are_own and not self.late:
+        if self.owns_gradients and not self.unsummed:
             return []
         # If a variable is updated in parts, its whole memory changes: other ranks send the rest.
-        wholes = [span_of(storage_of(self.variables[position])) for position in self.late]
+        wholes = [span_of(storage_of(self.variables[position])) for position in self.unsummed]
         return wholes + [span for target in targets for span in target.spans]
 
 
-def take_known_step(optimizer: Any, known: PreparedStep, gradients: list[Any]) -> bool:
+def take_prepared_step(optimizer: Any, prepared: PreparedStep, gradients: list[Any]) -> bool:
     """Take a step by the fast path of its reduction. **Collective**.
 
     If this is not possible, do nothing and return False; the caller must then use a normal call.
     """
-    if known.fast is None or optimizer.loss_scale is not None:
+    if prepared.fast is None or optimizer.loss_scale is not None:
         return False
-    number = int(known.iterations)
+    number = int(prepared.iterations)
     try:
         rate, parameters = optimizer._rate(number), optimizer._agreed_parameters()
     except Exception:
         return False  # a normal call raises for it
-    if known.parameters != parameters:
+    if prepared.parameters != parameters:
         return False
 
     def take(summed: list[Any]) -> None:
         step = AgreedStep(
-            *(optimizer, known.strategy, known, summed, known.variables),
+            *(optimizer, prepared.strategy, prepared, summed, prepared.variables),
             *((), rate, number, 1.0, True),
         )
         step.take()
 
-    results = known.fast.all_reduce_for(take, gradients, rate, RATE)
+    results = prepared.fast.all_reduce_for(take, gradients, rate, RATE)
     if results:  # otherwise all replicas of this rank have taken the step together
-        context.replica_set_of(known.strategy).once(functools.partial(take, results))
+        context.replica_set_of(prepared.strategy).once(functools.partial(take, results))
     return results is not None

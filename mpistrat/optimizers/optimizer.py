@@ -19,7 +19,7 @@ from mpistrat.optimizers.agreed_step import (
     AgreedStep,
     PreparedStep,
     PreparedSteps,
-    take_known_step,
+    take_prepared_step,
 )
 from mpistrat.optimizers.loss_scale import LossScale
 from mpistrat.optimizers.sharded_slots import is_divided, summed_in_parts
@@ -259,17 +259,17 @@ class Optimizer(Hinted, Trackable, abc.ABC):
             _apply_in_unit(strategy, self, pairs, skip_gradients_aggregation)
             return
         replicas = extended._replicas
-        known: PreparedStep | None = None
+        prepared: PreparedStep | None = None
         gradients: list[Any] = []
         if summed:
-            prepared, counter = self._prepared, self.iterations
-            known, gradients = prepared.find(replicas.channel, strategy, counter, pairs)
-            if known is not None and user_warnings.empty_parts:
-                warn_of_nan(gradients, known.variables)
-            if known is not None and take_known_step(self, known, gradients):
+            steps, counter = self._prepared, self.iterations
+            prepared, gradients = steps.find(replicas.channel, strategy, counter, pairs)
+            if prepared is not None and user_warnings.empty_parts:
+                warn_of_nan(gradients, prepared.variables)
+            if prepared is not None and take_prepared_step(self, prepared, gradients):
                 return
         with replicas.call(f"{type(self).__name__}.apply_gradients") as call:
-            step = self._agreed_step(call, strategy, pairs, summed, known, gradients)
+            step = self._agreed_step(call, strategy, pairs, summed, prepared, gradients)
         # After the call has ended, because a step may call collectives: for new slots, norms, or
         # weights of other ranks. Once per rank, because its replicas share the variables.
         extended._replica_set.once(step)
@@ -280,42 +280,42 @@ class Optimizer(Hinted, Trackable, abc.ABC):
         strategy: Any,
         pairs: Any,
         summed: bool,
-        known: PreparedStep | None,
+        prepared: PreparedStep | None,
         gradients: list[Any],
     ) -> Callable[[], None]:
         """Return a function that takes the step, once the ranks agree on it. **Collective**."""
         if self.loss_scale is not None:  # the program may have replaced it since the last step
             check_owners(call.kind, strategy, self.loss_scale._of_strategy())
         parameters = self._agreed_parameters()
-        has_changed = known is not None and known.parameters != parameters
-        if known and has_changed and is_divided(self, known.variables):
-            known = None  # the slots do not exist yet
-        variables: Sequence[Variable] = () if known is None else known.variables
-        if known is None:
+        has_changed = prepared is not None and prepared.parameters != parameters
+        if prepared and has_changed and is_divided(self, prepared.variables):
+            prepared = None  # the slots do not exist yet
+        variables: Sequence[Variable] = () if prepared is None else prepared.variables
+        if prepared is None:
             gradients, variables = self._checked_pairs(call.kind, strategy, pairs, summed)
         scale = 1.0 if self.loss_scale is None else self.loss_scale._divisor()
-        number = int(storage_of(self.iterations) if known is None else known.iterations)
+        number = int(storage_of(self.iterations) if prepared is None else prepared.iterations)
         # Before the ranks agree: if a schedule raises on one rank, all ranks then raise, and no
         # gradient has been summed.
         rate = self._rate(number)
         # Not in the signature, whose digest is computed only once: a schedule changes the rate in
         # each step.
         call.include(rate, f"{RATE} {rate}")
-        late: list[int] = []
-        if known is not None:
+        unsummed: list[int] = []
+        if prepared is not None:
             if has_changed:
-                known.prepare(call, gradients, parameters)
-            settled = known.reduction.all_reduce(call, gradients, lends=True)
+                prepared.prepare(call, gradients, parameters)
+            settled = prepared.reduction.all_reduce(call, gradients, lends=True)
         elif summed:
-            late = summed_in_parts(call, self, gradients, variables)
-            settled = sum_over_replicas(call, gradients, variables, parameters, late)
+            unsummed = summed_in_parts(call, self, gradients, variables)
+            settled = sum_over_replicas(call, gradients, variables, parameters, unsummed)
             if not is_divided(self, variables):
                 counter = self.iterations
                 self._prepared.keep(call, strategy, gradients, variables, counter, parameters)
         else:
             settled = agree_on_gradients(call, gradients, variables, parameters)
         return AgreedStep(
-            self, strategy, known, settled, variables, late, rate, number, scale, summed
+            self, strategy, prepared, settled, variables, unsummed, rate, number, scale, summed
         ).take
 
     def _checked_pairs(
@@ -335,10 +335,10 @@ class Optimizer(Hinted, Trackable, abc.ABC):
     def _agreed_parameters(self) -> str:
         """Check the parameters; return all but the rate, in the form that the ranks compare."""
         values = self._parameters_of(self)
-        known, formatted = self._checked
+        last, formatted = self._checked
         # For constants, identity is enough, and takes less time than formatting them in each step.
         # Parameters that can change in place are never kept.
-        if len(values) == len(known) and all(map(operator.is_, values, known)):
+        if len(values) == len(last) and all(map(operator.is_, values, last)):
             return formatted
         self._check_parameters()
         formatted = ", ".join(self._format_parameters(self._constant_parameters))

@@ -68,7 +68,7 @@ class PartUpdate:
     target: Target
     gradient: Any
     """Gradient in C order on its device, or coalesced slices, equal on all ranks."""
-    is_late: bool
+    is_unsummed: bool
     """Whether the gradient is not summed yet, and the part not updated."""
 
     @property
@@ -87,8 +87,8 @@ def share_parts(
     collectives: Collectives, kind: str, rule: Rule, step: Step, updates: Sequence[PartUpdate]
 ) -> None:
     """Send the weights that each rank has updated to all ranks. **Collective**."""
-    late = [each for each in updates if each.is_late]
-    staged = [each for each in late if placement_of(each.variable).stage is not None]
+    unsummed = [each for each in updates if each.is_unsummed]
+    staged = [each for each in unsummed if placement_of(each.variable).stage is not None]
     # Done before the ranks agree, because the agreement tells the others that this rank's gradients
     # are in place.
     for each in staged:
@@ -96,12 +96,14 @@ def share_parts(
     with collectives.call(f"{kind}: weights") as call:
         call.agree()
         with call.moving():
-            for each in late:
+            for each in unsummed:
                 if each in staged:
                     _update_from_stage(rule, step, each)
                 else:
                     _update_with_others(call, rule, step, each)
-            _gather([each for each in updates if not each.is_late and not each.is_central], call)
+            _gather(
+                [each for each in updates if not each.is_unsummed and not each.is_central], call
+            )
         call.show_received([storage_of(each.variable) for each in updates])
         if any(each.is_central for each in updates):
             # No rank may read a shared weight, or fill its buffer for the next step, before all

@@ -218,16 +218,16 @@ def sum_over_replicas(
     gradients: list[Any],
     variables: Sequence[Variable],
     parameters: str = "",
-    late: Collection[int] = (),
+    unsummed: Collection[int] = (),
 ) -> list[Any]:
     """Return each gradient summed over replicas, small ones in one message. **Collective**.
 
-    Gradients at the positions `late` are not summed; the ranks only agree on them.
+    Gradients at the positions `unsummed` are not summed; the ranks only agree on them.
     """
     # The names of variables, which gradients are None, and `parameters` are compared too.
-    given = [None if i in late else gradient for i, gradient in enumerate(gradients)]
-    if late:
-        parameters += f" and in parts {', '.join(variables[i].name for i in late)}"
+    given = [None if i in unsummed else gradient for i, gradient in enumerate(gradients)]
+    if unsummed:
+        parameters += f" and in parts {', '.join(variables[i].name for i in unsummed)}"
     reduced = all_reduce_nest(call, ReduceOp.SUM, _named(given, variables), parameters)
     return [
         gradient if each is None else result[variable.name]

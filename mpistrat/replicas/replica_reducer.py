@@ -89,12 +89,12 @@ class ReplicaReducer:
     def attach(self, message: Message) -> None:
         """Do nothing, because a replica passes a `Row` before the ranks agree."""
 
-    def way(self, op: ReduceOp, dtype: np.dtype, num_bytes: int) -> dict[str, int]:
+    def parameters(self, op: ReduceOp, dtype: np.dtype, num_bytes: int) -> dict[str, int]:
         """Return nothing, because replicas wait for each other in Python."""
         return {}
 
     def ready(self, op: ReduceOp, dtype: np.dtype) -> None:
-        """Return ``None``, because `way` returns nothing."""
+        """Return ``None``, because `parameters` returns nothing."""
 
     def check(self) -> None:
         """Do nothing, because there is nothing to start or to free."""

@@ -46,7 +46,7 @@ class _Span(NamedTuple):
     facts: dict[str, Any]
 
     @property
-    def meeting(self) -> tuple[int, int] | None:
+    def collective(self) -> tuple[int, int] | None:
         """Channel and number of the collective, if this is one on which all ranks agreed."""
         if self.category != "collective" or not self.facts["agreed_ns"]:
             return None
@@ -106,21 +106,21 @@ class _Flows:
 
     def add(self, span: _Span, rank: int, row: int, offset_ns: float) -> None:
         """Record when a rank reached a collective."""
-        if (meeting := span.meeting) is not None:
+        if (collective := span.collective) is not None:
             arrival = _Arrival((span.began_ns - offset_ns) / _NS_PER_US, rank, row)
             # Comparing tuples selects the latest time, then the highest rank, in any order of the
             # ranks.
-            self._last[meeting] = max(self._last.get(meeting, arrival), arrival)
+            self._last[collective] = max(self._last.get(collective, arrival), arrival)
 
     def last_rank(self, span: _Span) -> int | None:
         """Return the rank that reached a collective last, or ``None`` for other spans."""
-        meeting = span.meeting
-        return None if meeting is None else self._last[meeting].rank
+        collective = span.collective
+        return None if collective is None else self._last[collective].rank
 
     def arrow(self, span: _Span, rank: int, row: int, offset_ns: float) -> Iterator[_Event]:
         """Yield start and end of the arrow to this rank, if it waited for a different rank."""
-        meeting = span.meeting
-        if meeting is None or (last := self._last[meeting]).rank == rank:
+        collective = span.collective
+        if collective is None or (last := self._last[collective]).rank == rank:
             return
         # Clocks of nodes differ a little; an arrow must not end before it starts.
         ts = max((span.facts["agreed_ns"] - offset_ns) / _NS_PER_US, last.ts)
@@ -179,7 +179,7 @@ _NUM_COUNTED = 200
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
-_Meeting = tuple[int, int]
+_Agreement = tuple[int, int]
 """When a rank reached a collective, and when it knew that all agreed, in ns."""
 
 
@@ -373,16 +373,16 @@ class _ClockFit:
 def _fit_clocks(parts: Sequence[Part]) -> dict[int, _ClockFit]:
     """Return the offset of each rank's clock from the clock of the first rank."""
     reference = parts[0]
-    meetings = _meetings(reference)
+    agreements = _agreements(reference)
     return {
         part.rank: fit_clock(
-            meetings, _meetings(part), part.header["clock"] == reference.header["clock"]
+            agreements, _agreements(part), part.header["clock"] == reference.header["clock"]
         )
         for part in parts
     }
 
 
-def _meetings(part: Part) -> dict[tuple[str, int], _Meeting]:
+def _agreements(part: Part) -> dict[tuple[str, int], _Agreement]:
     return {
         (span.facts["channel"], span.facts["number"]): (span.began_ns, span.facts["agreed_ns"])
         for span in part.spans()
@@ -391,7 +391,7 @@ def _meetings(part: Part) -> dict[tuple[str, int], _Meeting]:
 
 
 def fit_clock(
-    reference: Mapping[Any, _Meeting], own: Mapping[Any, _Meeting], is_same: bool
+    reference: Mapping[Any, _Agreement], own: Mapping[Any, _Agreement], is_same: bool
 ) -> _ClockFit:
     """Return the offset of a rank's clock from the reference rank's, from their collectives."""
     common = sorted((own[key], reference[key]) for key in own.keys() & reference.keys())
@@ -408,21 +408,21 @@ def fit_clock(
 
 
 def _windows(
-    common: Sequence[tuple[_Meeting, _Meeting]],
-) -> list[list[tuple[_Meeting, _Meeting]]]:
+    common: Sequence[tuple[_Agreement, _Agreement]],
+) -> list[list[tuple[_Agreement, _Agreement]]]:
     """Return the collectives in windows that are so short that the clocks hardly drift."""
     if not common:
         return []
     began_ns, ended_ns = common[0][0][0], common[-1][0][0]
     width_ns = max(_MIN_WINDOW_NS, (ended_ns - began_ns) // _MAX_WINDOWS + 1)
-    windows: dict[int, list[tuple[_Meeting, _Meeting]]] = {}
+    windows: dict[int, list[tuple[_Agreement, _Agreement]]] = {}
     for pair in common:
         windows.setdefault((pair[0][0] - began_ns) // width_ns, []).append(pair)
     return list(windows.values())
 
 
 def _fit_window(
-    window: Sequence[tuple[_Meeting, _Meeting]],
+    window: Sequence[tuple[_Agreement, _Agreement]],
 ) -> tuple[float, float, float, float]:
     """Return time, offset, and the lower and upper bound of the offset."""
     # No rank learns of an agreement before the last rank has arrived. So on a common clock each
