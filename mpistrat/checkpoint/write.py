@@ -280,8 +280,9 @@ class _Share:
                 for box, values in item.parts.own() if item.parts is not None else ():
                     part = room.write_part(handle, name, box, values)
                     written.setdefault(name, []).append(part)
-            if len({worker[0] for worker in workers if worker}) > 1:
-                os.fsync(handle)  # on one host, rank 0's flush at the end covers all ranks
+            # Rank 0 flushes the file at its end. For parts, that covers all ranks of one host.
+            if self._rank and (work.own or len({each[0] for each in workers if each}) > 1):
+                os.fsync(handle)
             self._handle = None
             os.close(handle)
         return written
