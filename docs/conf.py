@@ -213,8 +213,10 @@ autosummary_context = {
     "large_classes": [
         "mpistrat.data.Dataset",
         "mpistrat.ReplicaContext",
+        "mpistrat.ShardedVariable",
         "mpistrat.Strategy",
         "mpistrat.StrategyExtended",
+        "mpistrat.Variable",
     ],
     "enumerations": [path for path, cls in CLASSES.items() if issubclass(cls, enum.Enum)],
 }
