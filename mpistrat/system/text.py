@@ -74,7 +74,11 @@ def format_call(
     """Return a collective call as messages show it: ``reduce("max", float64 scalar)``."""
     # Nobody can guess what the structure of a nest stands for. It is shown if it differs.
     given = [each for each in details if with_structure or not is_structure(each)]
-    shown = [format_detail(each) for each in given if each != ()]
+    shown = [
+        f'"{str(each).lower()}"' if each in _OPERATIONS else format_detail(each)
+        for each in given
+        if each != ()
+    ]
     if name is None:
         return f"{kind}({', '.join(shown)})" if shown else kind
     return f"{kind} of {name!r}" + (f" ({', '.join(shown)})" if shown else "")
@@ -86,9 +90,7 @@ def is_structure(detail: object) -> bool:
 
 
 def format_detail(detail: object) -> str:
-    """Return a detail of a call in short: arrays as ``float32 (4, 3)``, operations as ``"sum"``."""
-    if detail in _OPERATIONS:
-        return f'"{str(detail).lower()}"'
+    """Return a short text for a detail of a call, such as ``float32 (4, 3)`` for an array."""
     if isinstance(detail, tuple):
         if len(detail) == 2 and isinstance(detail[1], tuple) and isinstance(detail[0], str):
             return f"{detail[0]} {detail[1] or 'scalar'}"

@@ -1,5 +1,6 @@
 """Ranks that disagree get an error everywhere, and the next strategy works again."""
 
+import re
 import threading
 
 import numpy as np
@@ -44,7 +45,8 @@ def test_one_bad_argument_is_the_builtin_error_there_and_a_mismatch_elsewhere(
     with pytest.raises(expected) as caught:
         strategy.reduce("sum" if others else "foo", 1)
     if others:
-        assert f"rank {size - 1}: reduce refused its arguments (ValueError" in str(caught.value)
+        refused = rf"rank {size - 1}: +reduce refused its arguments \(ValueError"
+        assert re.search(refused, str(caught.value))
     assert ms.MPIStrategy().reduce("sum", 1) == size
 
 
@@ -111,7 +113,7 @@ def test_a_strategy_over_some_ranks(rank, size):
 def test_two_strategies_in_another_order_are_noticed(strategy, others):
     second = ms.MPIStrategy()
     first, then = (strategy, second) if others else (second, strategy)
-    with pytest.raises(ms.errors.CollectiveMismatchError, match=r"\(strategy \d+\)"):
+    with pytest.raises(ms.errors.CollectiveMismatchError, match=r" of strategy \d+ "):
         first.reduce("sum", 1)
         then.reduce("sum", 1)
 

@@ -252,9 +252,9 @@ def leaving(name, act, *expected, **others):
 ENDED = "CollectiveError: rank 1 ended, so this collective can never complete"
 
 LEAVING = [
-    leaving("a rank ends early", "break", ENDED, "ranks 0, 2-3: all_reduce", "at <call>"),
-    leaving("sys.exit(0)", "sys.exit(0)", ENDED, "ranks 0, 2-3: all_reduce", "at <call>"),
-    leaving("sys.exit(3)", "sys.exit(3)", ENDED, "ranks 0, 2-3: all_reduce", "at <call>"),
+    leaving("a rank ends early", "break", ENDED, "ranks 0, 2-3: all_reduce", "<call>"),
+    leaving("sys.exit(0)", "sys.exit(0)", ENDED, "ranks 0, 2-3: all_reduce", "<call>"),
+    leaving("sys.exit(3)", "sys.exit(3)", ENDED, "ranks 0, 2-3: all_reduce", "<call>"),
     leaving(
         "an exception",
         'raise ZeroDivisionError("the loss is gone")',

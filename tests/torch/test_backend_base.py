@@ -163,7 +163,7 @@ def test_ranks_agree_before_the_backend_of_the_other_device(rank, size, monkeypa
         calls = calls_of(backend, rank, size)
         assert calls[kind]().wait()
         if size > 1:
-            words = rf"torch\.{kind}.* at test_backend_base.py(.*\n)+.*torch.barrier"
+            words = rf"torch\.{kind}.*  test_backend_base.py(.*\n)+.*torch.barrier"
             with pytest.raises(CollectiveMismatchError, match=words):
                 dist.barrier(group=group) if rank else calls[kind]()
         dist.destroy_process_group(group)
