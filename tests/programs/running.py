@@ -184,17 +184,20 @@ def assert_nothing_is_left(folder):
     assert not [name for name in os.listdir("/dev/shm") if "mpistrat" in name]
 
 
+def squeezed(text):
+    """Return `text` with single spaces: the columns of a table are as wide as their entries."""
+    return re.sub(" +", " ", text)
+
+
 def check_output(case, text: str, head: str = PRELUDE):
     """Assert that `text`, said of the program after `head`, holds all that is expected."""
-    # The columns of a table are as wide as their longest entry.
-    squeezed = re.sub(" +", " ", text)
     lines = (head + case.program).split("\n")
     marks = ((re.search(r"#> (\w+)$", line), i) for i, line in enumerate(lines, 1))
     places = {match[1]: f"program.py:{number}" for match, number in marks if match}
     for text_part in case.expected:
         for name, place in places.items():
             text_part = text_part.replace(f"<{name}>", place)
-        assert text_part in squeezed, f"{text_part!r} is not in:\n{text}"
+        assert text_part in squeezed(text), f"{text_part!r} is not in:\n{text}"
 
 
 def check(case, done: Finished):
