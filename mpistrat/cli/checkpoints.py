@@ -281,6 +281,20 @@ def _verdict(file: Path, is_in_folder: bool) -> dict[str, Any] | None:
         if not is_in_folder and not hdf5.has_signature(file):
             raise CheckpointError(str(error)) from None
         return {"sound": False, "error": str(error)}
+    except CheckpointError as error:
+        if not _is_checkpoint(file):
+            raise
+        # Its format version is unknown here, so nothing in it can be compared with a digest.
+        return {"sound": False, "error": str(error)}
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Return whether `path` is a checkpoint of any format version."""
+    try:
+        with contextlib.closing(hdf5.open_for_reading(path, DataError)) as file:
+            return bool(read_attribute(file.id, "format") == FORMAT)
+    except (DataError, OSError, RuntimeError, UnicodeError):
+        return False
 
 
 def _formatted(file: Path, verdict: dict[str, Any]) -> list[str]:
@@ -299,8 +313,8 @@ VERIFY = Command(
     "look at files",
     """\
 Check that checkpoints are complete and undamaged, as after a full disk, a crash or a copy. Every
-value is read and compared with its digest. The exit code is 1 if a checkpoint is damaged, 2 if a
-file is not a checkpoint.
+value is read and compared with its digest. The exit code is 1 if a checkpoint is damaged or has
+a format version that this mpistrat does not read, 2 if a file is not a checkpoint.
 
   mpistrat verify runs/digits
 """,
