@@ -131,6 +131,7 @@ test-cupy: .venv-cupy/.cupy  ## check names and kernels against the real CuPy, w
 
 docs: $(VENV)/.docs  ## check the sentences, and build the documentation in docs/_build/html
 	$(PY) -m tools.sentences
+	$(PY) -m tools.figures
 	$(PY) -m codespell_lib --ignore-words-list=coo,improbe --skip='*.svg,*/_build/*,*/banned-phrases.txt' \
 	  README.md CHANGELOG.md docs mpistrat
 	$(PY) -m sphinx -W --keep-going -q -b html docs docs/_build/html

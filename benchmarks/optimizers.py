@@ -109,8 +109,8 @@ BENCHMARK = Benchmark(
                 Column.time("mpistrat", "ours_s"),
                 Column.time("torch fused", "fused_s"),
                 Column.time("torch foreach", "foreach_s"),
-                Column.ratio("ours / fused", "ours_over_fused"),
-                Column.ratio("ours / foreach", "ours_over_foreach"),
+                Column.speed_up("speed-up over fused", "ours_over_fused"),
+                Column.speed_up("over foreach", "ours_over_foreach"),
                 Column.time("one copy", "copy_s"),
             )
         ),

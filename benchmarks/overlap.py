@@ -138,8 +138,8 @@ BENCHMARK = Benchmark(
                 Column.time("reduction alone", "reduction_s"),
                 Column.time("work alone", "work_s"),
                 Column.time("together", "together_s"),
-                Column.ratio("together / sum", "together_over_sum"),
-                Column.ratio("at best", "best_over_sum"),
+                Column.speed_up("speed-up over one after the other", "together_over_sum"),
+                Column.speed_up("at best", "best_over_sum"),
             )
         ),
     ),

@@ -200,7 +200,7 @@ BENCHMARK = Benchmark(
             (
                 Column.text("a step of the digits network", "step"),
                 Column.time("time", "step_s"),
-                Column.ratio("/ none, / by hand", "ratio"),
+                Column.speed_up("speed-up over none, by hand", "ratio"),
             )
         ),
         Table(
@@ -217,9 +217,9 @@ BENCHMARK = Benchmark(
             (
                 Column.size("array", "num_bytes"),
                 Column.time("default", "default_s"),
-                Column.ratio("deterministic / default", "in_order"),
+                Column.ratio("deterministic takes, times as long", "in_order"),
                 Column.time("one piece a rank", "one_s"),
-                Column.ratio("two pieces / one", "two_pieces"),
+                Column.ratio("two pieces take, times as long", "two_pieces"),
             ),
             "sums",
             "Sums in the memory that ranks share",

@@ -86,6 +86,11 @@ class Column:
         return cls(title, lambda row: _signed_time(row[key]) if key in row else "-")
 
     @classmethod
+    def speed_up(cls, title: str, key: str) -> Column:
+        """Return a column of speed-ups over a peer, from the time of mpistrat over that of it."""
+        return cls(title, lambda row: f"{1 / row[key]:.2f}" if key in row else "-")
+
+    @classmethod
     def ratio(cls, title: str, key: str) -> Column:
         """Return a column of ratios, with ``-`` if a row has no value."""
         return cls(title, lambda row: f"{row[key]:.2f}" if key in row else "-")

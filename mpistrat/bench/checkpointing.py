@@ -294,9 +294,9 @@ BENCHMARK = Benchmark(
                 Column.time("mpistrat", "ours_s"),
                 Column.text("by hand", "peer"),
                 Column.time("its time", "hand_s"),
-                Column.ratio("ratio", "ours_over_hand"),
-                Column.ratio("/ in place", "ours_over_in_place"),
-                Column.ratio("/ safetensors", "ours_over_safetensors"),
+                Column.speed_up("speed-up", "ours_over_hand"),
+                Column.speed_up("over in place", "ours_over_in_place"),
+                Column.speed_up("over safetensors", "ours_over_safetensors"),
             )
         ),
     ),
