@@ -304,7 +304,7 @@ def test_the_commands_know_the_files(capsys, monkeypatch):
     captured = capsys.readouterr()
     assert "v3.h5 has format version 3" in captured.err
     lines = captured.out.splitlines()
-    verdicts = {Path(x.split(": ")[0]).name: x.split(": ")[1] for x in lines if ": NOT" in x}
-    assert verdicts == dict.fromkeys(DAMAGED, "NOT SOUND")
+    verdicts = {Path(x.split(": ")[0]).name: x.split(": ")[1] for x in lines if ": DAMAGED" in x}
+    assert verdicts == dict.fromkeys(DAMAGED, "DAMAGED")
     monkeypatch.chdir(FILES)
     assert main(["verify", ""]) == 2, "no name is not the folder that this runs in"

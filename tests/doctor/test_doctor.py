@@ -142,7 +142,7 @@ def test_a_task_that_mpi_ends_at_its_start_is_reported():
         timeout=60,
     )
     assert done.returncode != 0
-    assert done.stderr.count("mpistrat doctor: MPI has ended task 0 of 1 on ") == 1, done.stderr
+    assert done.stderr.count("mpistrat doctor: MPI ended task 0 of 1 on ") == 1, done.stderr
 
 
 @pytest.mark.launches
@@ -376,7 +376,7 @@ def test_folders(tmp_path, monkeypatch):
     assert check(tmp_path).level is Level.OK
     file = tmp_path / "file"
     file.write_text("")
-    for path, word in ((file, "no folder"), (tmp_path / "x", "mkdir"), ("/proc/self", "ls -ld")):
+    for path, word in ((file, "not a folder"), (tmp_path / "x", "mkdir"), ("/proc/self", "ls -ld")):
         found = check(path)
         assert found.level is Level.PROBLEM
         assert word in found.seen + found.remedy
