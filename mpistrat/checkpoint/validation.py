@@ -80,7 +80,7 @@ def survey(file: Any) -> Contents:
             elif isinstance(node, h5.h5d.DatasetID):
                 contents.datasets[path] = node
             else:
-                contents.problems.append(f"{path} is neither a group nor a data set")
+                contents.problems.append(f"{path} is neither a group nor a dataset")
     return contents
 
 

@@ -394,8 +394,8 @@ class RankPipeline:
         """The nest of `ArraySpec` of one batch of this rank."""
         if self.found_spec is None:
             raise DataError(
-                "The element_spec of data sets with map is found by mapping one example, but the "
-                "data sets of all ranks are empty."
+                "The element_spec of datasets with map is found by mapping one example, but the "
+                "datasets of all ranks are empty."
             )
         return open_batch(self.found_spec)
 

@@ -64,10 +64,10 @@ class Position:
         """Resume at `state` in a dataset with `layout` and passes of `length`."""
         # A negative length means that it is endless or unknown.
         if not isinstance(state, dict):
-            raise TypeError(f"The position of a data set is a dict, not {state!r}.")
+            raise TypeError(f"The position of a dataset is a dict, not {state!r}.")
         missing = {"pass", "batch"} - set(state)
         if missing:
-            raise ValueError(f"The position of a data set needs {sorted(missing)}, came {state!r}.")
+            raise ValueError(f"The position of a dataset needs {sorted(missing)}, came {state!r}.")
         pass_number = as_integer("pass", state["pass"], 0)
         num_handed_out = as_integer("batch", state["batch"], 0)
         saved = {key: state[key] for key in state if key not in ("pass", "batch")}
@@ -93,8 +93,8 @@ def _check_layout(saved: dict[str, Any], layout: dict[str, Any]) -> None:
         " Another order means other files, another seed or other steps." if is_other_order else ""
     )
     raise ValueError(
-        f"The position in the middle of a pass was saved with {saved}, but the data set now has "
-        f"{layout}.{hint} Use the same data set, or start at the next pass."
+        f"The position in the middle of a pass was saved with {saved}, but the dataset now has "
+        f"{layout}.{hint} Use the same dataset, or start at the next pass."
     )
 
 

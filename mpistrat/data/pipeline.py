@@ -206,8 +206,8 @@ class Pipeline:
         spec = self.found_spec
         if spec is None:
             raise DataError(
-                "The element_spec of a data set with map is found by mapping one example, but the "
-                "data set is empty."
+                "The element_spec of a dataset with map is found by mapping one example, but the "
+                "dataset is empty."
             )
         return spec
 

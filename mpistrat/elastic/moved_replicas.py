@@ -54,7 +54,7 @@ class ElasticReplicas(PerReplica[Any]):
         return ReplicaLostError(
             f"A PerReplica of this rank holds replicas {self._ids[0]}-{self._ids[-1]}. After the "
             f"loss of a rank this one also computes {', '.join(map(str, missing))}, whose "
-            "components nobody can make again. Those of distributed data sets, of "
+            "components nobody can make again. Those of distributed datasets, of "
             "experimental_distribute_values_from_function and, up to 1 MiB a replica, of what run "
             "returns are kept."
         )

@@ -108,7 +108,7 @@ class ServerExtended(StrategyExtended):
     def _check_may_iterate(self) -> None:
         if not self._job.closure_depth:
             raise ValueError(
-                "A data set of ParameterServerStrategy is iterated by the workers: pass "
+                "A dataset of ParameterServerStrategy is iterated by the workers: pass "
                 "coordinator.create_per_worker_dataset(function) to closures, and call "
                 "next(iterator) there."
             )

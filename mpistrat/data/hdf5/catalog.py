@@ -152,7 +152,7 @@ class Catalog:
             which = f"{listing.path(start)!r} to {listing.path(stop - 1)!r}"
         return DataError(
             f"{which} of the field {column.name} of {entry.path} cannot be read: {reason}. The "
-            "file is damaged, or it changed after the data set was made."
+            "file is damaged, or it changed after the dataset was made."
         )
 
 
@@ -318,7 +318,7 @@ def _top_level_fields(file: Any, path: str) -> tuple[list[Field], nests.Structur
     if not names:
         deeper = ", ".join(map(repr, itertools.islice(readable_names(file), 8)))
         raise DataError(
-            f"{path} has no data set at its top level that can be read as examples. Say which "
+            f"{path} has no dataset at its top level that can be read as examples. Say which "
             f"fields to read with fields=(...), for example of {deeper or 'another file'}.{reason}"
         )
     if left_out:

@@ -117,7 +117,7 @@ class SingleReader:
     def _error(self, reason: Exception, file: int, row: int) -> DataError:
         return DataError(
             f"{self._describe(file, row)} cannot be read: {reason}. The file is damaged, or it "
-            "changed after the data set was made."
+            "changed after the dataset was made."
         )
 
     def _matches(self, file: int, rows: np.ndarray) -> list[Any]:
@@ -187,7 +187,7 @@ class SingleReader:
             return [self._row(dataset, row) for row in rows.tolist()]
         length = dataset.shape[0]
         if len(rows) and int(rows.max()) >= length:
-            raise ValueError(f"the data set has {length} rows")
+            raise ValueError(f"the dataset has {length} rows")
         # HDF5 is faster if rows are read in the order of the file.
         order = np.argsort(rows, kind="stable")
         ascending = rows[order]

@@ -129,8 +129,8 @@ def _list_matches(lister: _Lister, parts: list[str]) -> Listing:
     if not lister.names:
         if lister.a_group and field.attribute is None:
             raise DataError(
-                f"{lister.where} matches groups, such as {lister.a_group!r}, but data sets were "
-                "expected. Add the name of a data set in them, or attribute=...."
+                f"{lister.where} matches groups, such as {lister.a_group!r}, but datasets were "
+                "expected. Add the name of a dataset in them, or attribute=...."
             )
         raise DataError(
             f"{lister.where} matches nothing: {what_is_there(file.id, parts)}. * stands for any "

@@ -42,7 +42,7 @@ _MAX_VISITED = 1000
 class Kind(enum.Enum):
     """The kind of the examples of a field."""
 
-    ROWS = "rows of a data set"
+    ROWS = "rows of a dataset"
     MATCHES = "matches of a pattern"
     CONSTANT = "one attribute, of every example the same"
 
@@ -230,7 +230,7 @@ def _check_members(dataset: Any, path: str, field: Field, members: tuple[str, ..
 def _missing(file: Any, path: str, field: Field, found: Any) -> str:
     what = _what_is_there(file, field.path, found)
     there = what_is_there(file.id, parts_of(field.path))
-    way_out = " Name a data set in it, or all with *." if hasattr(found, "keys") else ""
+    way_out = " Name a dataset in it, or all with *." if hasattr(found, "keys") else ""
     return f"The field {shown(field)} {what} in {path}: {there}.{way_out}"
 
 
@@ -248,7 +248,7 @@ def _what_is_there(file: Any, name: str, found: Any) -> str:
             leads_nowhere = False
         return "is a link that leads nowhere" if leads_nowhere else "is missing"
     is_group = hasattr(found, "keys")
-    return "is a group, not a data set" if is_group else "is a named type, not a data set"
+    return "is a group, not a dataset" if is_group else "is a named type, not a dataset"
 
 
 def _checked_axis(field: Field, path: str, dataset: Any) -> int:
@@ -331,7 +331,7 @@ def num_rows_of(path: str, located: Sequence[Located], is_live: bool = False) ->
     if None in lengths.values():
         raise DataError(
             f"The fields of {path} are attributes alone, which do not say how many examples there "
-            "are. Add a data set, or a path with *."
+            "are. Add a dataset, or a path with *."
         )
     # In a live file lengths may differ, because the writer appends to one dataset after the other.
     if len(set(lengths.values())) > 1 and not is_live:

@@ -37,7 +37,7 @@ _AHEAD_BYTES = 2**25
 """About this many bytes are read ahead."""
 
 _READERS = {
-    "h5py": 'ms.data.Dataset.from_hdf5(file.filename, "path/of/the/data set")',
+    "h5py": 'ms.data.Dataset.from_hdf5(file.filename, "path/of/the/dataset")',
     "zarr": "ms.data.Dataset.from_source(array)",
     "dask": "ms.data.Dataset.from_source(array)",
     "xarray": "ms.data.Dataset.from_source(array)",

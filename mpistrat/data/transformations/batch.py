@@ -85,7 +85,7 @@ def stacked(column: Column, batch_size: int) -> np.ndarray:
         if shape != shapes[0]:
             column.refuse(number, column.name(0), shapes[0])
         if column.is_mapped and batch_size > 1 and not _matches(shape, column.spec.shape):
-            column.refuse(number, "the first example of the data set", column.spec.shape)
+            column.refuse(number, "the first example of the dataset", column.spec.shape)
     if column.values.dtype != object:
         return column.values
     if not len(column.values):
@@ -177,7 +177,7 @@ def rows_of(element: Any, spec: Any) -> list[np.ndarray]:
 
 def _other_structure(structure: nests.Structure, expected: nests.Structure) -> DataError:
     return DataError(
-        f"map gave {structure} for one element, but {expected} for the first of the data set."
+        f"map gave {structure} for one element, but {expected} for the first of the dataset."
     )
 
 
@@ -192,7 +192,7 @@ def _cast(leaf: Any, spec: ArraySpec, path: str) -> np.ndarray:
     if cast is None:
         raise DataError(
             f"map gave {reprlib.repr(array.tolist())} of dtype {array.dtype} at {path!r}, which "
-            f"does not fit the dtype {spec.dtype} of the first element of the data set. Let the "
+            f"does not fit the dtype {spec.dtype} of the first element of the dataset. Let the "
             "function return one dtype, for example with numpy.float32(...) or astype(...)."
         )
     return cast

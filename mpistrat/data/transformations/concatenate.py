@@ -151,8 +151,8 @@ def common_spec(name: str, children: Sequence[Pipeline]) -> Any:
         united = _united(spec, other)
         if united is None:
             raise DataError(
-                f"{name} needs data sets of one element_spec, but data set {first} has "
-                f"{describe(spec)}, and data set {number} {describe(other)}. Bring them to one "
+                f"{name} needs datasets of one element_spec, but dataset {first} has "
+                f"{describe(spec)}, and dataset {number} {describe(other)}. Bring them to one "
                 "structure, shape and dtype with map."
             )
         spec = united

@@ -240,7 +240,7 @@ class Mapper:
             which = f"example {number}"
             if self._level:
                 which = f"the slice of a batch that begins with {which}"
-        note = f"It was raised by {each!r} for {which} of its data set."
+        note = f"It was raised by {each!r} for {which} of its dataset."
         vars(error).setdefault("__notes__", []).append(note)  # as add_note, from Python 3.11 on
 
     def close(self) -> None:

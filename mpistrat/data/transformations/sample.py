@@ -83,7 +83,7 @@ class Weights:
         """Raise ValueError unless there is a weight for each of `length` elements."""
         if len(self._weights) != length:
             raise ValueError(
-                f"sample: there are {len(self._weights)} weights, but the data set has {length} "
+                f"sample: there are {len(self._weights)} weights, but the dataset has {length} "
                 "elements. Give one for each."
             )
 

@@ -63,7 +63,7 @@ class Shuffle(Reordering):
         window = self.window if layout is None else self.window_rows(layout)
         if window is None and upstream.length == ENDLESS:
             raise ValueError(
-                "shuffle needs a window where the data set before it is endless: give window=..., "
+                "shuffle needs a window where the dataset before it is endless: give window=..., "
                 "or shuffle before repeat."
             )
         # Each window has its own key, so nothing is drawn for the windows before `start`.

@@ -294,7 +294,7 @@ def test_all_fields_but_those_that_cannot_be_read(tmp_path):
         file["scalar"] = 3.0
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        first_use_raises(tmp_path / "none.h5", match="no data set at its top level that can be rea")
+        first_use_raises(tmp_path / "none.h5", match="no dataset at its top level that can be rea")
 
 
 def test_forms_of_fields_are_a_part_of_the_position(tmp_path):

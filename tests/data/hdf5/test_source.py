@@ -201,7 +201,7 @@ def test_fields_that_do_not_fit(numbered, tmp_path):
     first_use_raises(path, "group/scalar", match="'group/scalar' .* scalar")
     with h5py.File(tmp_path / "groups.h5", "w") as file:
         file["group/x"] = np.zeros(3)
-    first_use_raises(tmp_path / "groups.h5", match="no data set at its top level")
+    first_use_raises(tmp_path / "groups.h5", match="no dataset at its top level")
     assert Dataset.from_hdf5(tmp_path / "groups.h5", "group/x").cardinality() == 3
 
 
