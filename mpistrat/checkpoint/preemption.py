@@ -199,7 +199,7 @@ class PreemptionCheckpointHandler:
 
 def _checked_signals(signals: Any) -> list[signal.Signals]:
     if threading.current_thread() is not threading.main_thread():
-        raise ValueError(f"{_WHAT} must be made in the main thread, which alone gets signals.")
+        raise ValueError(f"{_WHAT} must be created in the main thread: only it gets signals.")
     if isinstance(signals, str) or not isinstance(signals, Iterable):
         raise TypeError(f"signals must be a sequence of signal.Signals, not {signals!r}.")
     checked: list[signal.Signals] = []

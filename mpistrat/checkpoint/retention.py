@@ -134,7 +134,7 @@ def _find_sound(directory: str) -> str | None:
 
 def warn_of_damage(error: CheckpointError) -> None:
     """Log that a checkpoint is skipped because of `error`."""
-    _logger.warning("Passing over a checkpoint that is not sound. %s", error)
+    _logger.warning("Skipping a checkpoint that is not intact. %s", error)
 
 
 def warn_of_future(entries: Sequence[Entry], now_s: float) -> None:

@@ -35,7 +35,7 @@ class Contents:
         tops = {path.partition("/")[0] for path in (*self.groups, *self.datasets)}
         others = tops - roots - optional
         if others:
-            raise ValueError(f"{', '.join(sorted(others))} does not belong into a checkpoint")
+            raise ValueError(f"{', '.join(sorted(others))} does not belong in a checkpoint")
         for root in sorted(roots):
             if root not in self.groups:
                 raise KeyError(f"there is no group {root}")
@@ -88,8 +88,8 @@ def _problem_of_link(found: Any, name: str, depth: int) -> str:
     if not is_path_part(name):
         return "has a name that no object can have"
     if found.type != h5py().h5l.TYPE_HARD:
-        return "is a link to another place, which is never followed"
-    return f"lies below {DEEPEST} groups" if depth > DEEPEST else ""
+        return "is a link, and links are never followed"
+    return f"is nested in more than {DEEPEST} groups" if depth > DEEPEST else ""
 
 
 _HARMLESS_BYTES = 2**28
@@ -112,7 +112,7 @@ def check_layout(dataset: Any, item_bytes: int, file_bytes: int) -> int:
     properties = dataset.get_create_plist()
     layout = properties.get_layout()
     if layout == h5py().h5d.VIRTUAL or properties.get_external_count():
-        raise ValueError("its values lie in other files, which are never opened")
+        raise ValueError("its values are stored in other files, which are never opened")
     of_chunk = properties.get_chunk() if layout == h5py().h5d.CHUNKED else ()
     if of_chunk:
         chunks = [-(-length // part) for length, part in zip(shape, of_chunk, strict=True)]

@@ -92,8 +92,8 @@ class Writers:
             return
         raise CheckpointError(
             f"The checkpoint {path} cannot be written by {self}: {other} of this job have written "
-            "it, and one would replace what the other has saved. Give each strategy its own path, "
-            "or remove the file first. It is unchanged."
+            "it, and their values would be lost. Use a different path for each strategy, or remove "
+            "the file first. It is unchanged."
         )
 
     @contextlib.contextmanager

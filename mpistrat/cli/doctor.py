@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument(
-        *("-v", "--verbose"), action="store_true", help="show the details of what is ok"
+        *("-v", "--verbose"), action="store_true", help="show the details of each line"
     )
     parser.add_argument(
         "--folder",

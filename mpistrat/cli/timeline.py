@@ -143,7 +143,7 @@ def _formatted(straggler: Straggler | None, num_ranks: int) -> str:
         return "No rank waited for another one."
     text = f"the others waited {straggler.others_waited_s:.3f} s for it"
     if straggler.longer_s > 0:
-        # If the ranks are late in turns, its total time exceeds that of the others by much less.
+        # If the ranks take turns in being late, their totals differ by much less than they waited.
         is_cause = straggler.longer_s >= straggler.others_waited_s / (num_ranks - 1) / 2
         text += f", {'mostly because' if is_cause else 'and'} it "
         text += _CAUSES[straggler.cause].format(straggler.longer_s)

@@ -121,8 +121,8 @@ def leaf_arrays(
             )
         if isinstance(leaf, Ragged):
             raise NotImplementedError(
-                f"{call.kind} takes dense arrays, but the value is Ragged. Give its values, and "
-                "its row_lengths() where rows are to be told apart."
+                f"{call.kind} takes dense arrays, but the value is Ragged. Pass its values, and "
+                "its row_lengths() if you need to know which row they belong to."
             )
     return [as_array(call.kind, leaf) for leaf in leaves if not isinstance(leaf, IndexedSlices)]
 

@@ -515,8 +515,8 @@ def _as_root(call: CollectiveCall, nest: Any, operation: FromRoot, device: Devic
     is_root = call.channel.rank == operation.root
     if nest is None and is_root:
         raise TypeError(
-            f"{call.kind}: the value is None on the root, {call.channel.place()}. Give what "
-            "the others shall get."
+            f"{call.kind}: the value is None on the root, {call.channel.place()}. Pass the value "
+            "that the root sends to the other ranks."
         )
     own = None if nest is None else _describe(call, nest, operation)
     skeleton = _skeleton(call.kind, nest) if is_root else None

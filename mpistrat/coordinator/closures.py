@@ -351,7 +351,7 @@ def _outcome_of_result(job: ServerJob, result: Any) -> Outcome:
     except Exception as error:
         raise TypeError(
             f"The result of a closure, of type {type(result).__name__}, cannot be pickled: "
-            f"{error}. Return arrays, numbers, texts and nests of them."
+            f"{error}. Return arrays, numbers, strings and nests of them."
         ) from error
 
 

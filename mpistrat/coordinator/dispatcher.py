@@ -186,7 +186,7 @@ class Dispatcher:
         except Exception as error:  # unpickling an object may raise any exception
             raise TypeError(
                 f"The result of the closure {closure!r} cannot be unpickled on the chief: "
-                f"{type(error).__name__}: {text_of(error)}. Return arrays, numbers, texts and "
+                f"{type(error).__name__}: {text_of(error)}. Return arrays, numbers, strings and "
                 "nests of them."
             ) from error
 

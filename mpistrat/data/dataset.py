@@ -1152,8 +1152,8 @@ class Dataset(metaclass=HintedType):
         pipeline = self._pipeline
         if pipeline.batch is not None:
             raise ValueError(
-                "cache keeps examples, but this dataset is batched: what a rank would keep of a "
-                "batch depended on the number of ranks. Call cache before batch."
+                "cache stores examples, but this dataset is batched, and a rank's part of a batch "
+                "depends on the number of ranks. Call cache before batch."
             )
         orders = tuple(e for e in pipeline.transformations if not isinstance(e, Map))
         source = Cached(pipeline, num_bytes, len(orders))
@@ -1205,8 +1205,8 @@ class Dataset(metaclass=HintedType):
             )
         if self._pipeline.source.is_stream:
             raise ValueError(
-                "ignore_errors finds the elements that can be made before the first pass, so their "
-                "number must be known. Let the generator leave out what it cannot make."
+                "ignore_errors looks for elements without errors before the first epoch, so their "
+                "number must be known. Let the generator skip elements that it cannot create."
             )
         return self._from(ValidElements(self._pipeline.tolerant(), logs))
 
@@ -1236,7 +1236,7 @@ def _unbatched(name: str, dataset: Any) -> Pipeline:
 def _check_finite(name: str, pipeline: Pipeline) -> None:
     if pipeline.source.is_stream:
         raise ValueError(
-            f"{name} needs to know how many elements there are, which of a generator nobody does. "
+            f"{name} needs to know the number of elements, which is unknown for a generator. "
             "Use from_source, or range(n).map(load)."
         )
     if pipeline.source.is_read and pipeline.length < 0:

@@ -50,7 +50,7 @@ def distribute(
         if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
             raise NotImplementedError(
                 "InputReplicationMode.PER_REPLICA is for distribute_datasets_from_function: a "
-                "dataset given as an object exists once and is split."
+                "dataset that is passed as an object exists once and is split."
             )
         pipeline = _checked_pipeline(dataset, kind)
         of_ranks = call.exchange(describe_files(pipeline))
@@ -93,9 +93,9 @@ def distribute_from_function(
         again = pipeline_of(replica)
         if _described(again) != of_ranks[replica]:
             raise DataError(
-                f"{kind}: the dataset of replica {replica}, which was lost with its rank, has "
-                "another length or order than before. With elastic=True the function must return "
-                "the same elements for the same InputContext, on any rank and whenever called."
+                f"{kind}: the dataset of replica {replica}, which was lost with its rank, does not "
+                "have the same length or order as before. With elastic=True the function must "
+                "return the same elements for the same InputContext, on any rank, in every call."
             )
         return again
 
@@ -203,7 +203,7 @@ def _rank_dataset(pipeline: Pipeline, policy: AutoShardPolicy, layout: Layout) -
     source = pipeline.source
     if not isinstance(source, Hdf5Source):
         raise ValueError(
-            "AutoShardPolicy.FILE needs a dataset made by from_hdf5. Use AutoShardPolicy.DATA."
+            "AutoShardPolicy.FILE needs a dataset from from_hdf5. Use AutoShardPolicy.DATA."
         )
 
     def pipeline_of(replica: int) -> Pipeline:
@@ -249,8 +249,8 @@ def _check_same_in_replicas(of_ranks: list[Any], layout: Layout, kind: str) -> N
         if own != of_ranks[first]:
             raise DataError(
                 f"{kind}: ranks {first} and {rank} compute replica {layout.replica_of(rank)} "
-                "together, but their datasets differ in length or order. Make them by the "
-                "numbers in the InputContext alone."
+                "together, but their datasets differ in length or order. Create them from nothing "
+                "but the numbers in the InputContext."
             )
 
 

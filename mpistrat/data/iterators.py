@@ -67,7 +67,7 @@ class Position:
             raise TypeError(f"The position of a dataset is a dict, not {state!r}.")
         missing = {"pass", "batch"} - set(state)
         if missing:
-            raise ValueError(f"The position of a dataset needs {sorted(missing)}, came {state!r}.")
+            raise ValueError(f"The position of a dataset needs {sorted(missing)}, not {state!r}.")
         pass_number = as_integer("pass", state["pass"], 0)
         num_handed_out = as_integer("batch", state["batch"], 0)
         saved = {key: state[key] for key in state if key not in ("pass", "batch")}
@@ -90,11 +90,13 @@ def _check_layout(saved: dict[str, Any], layout: dict[str, Any]) -> None:
         return
     is_other_order = saved.get("order", layout["order"]) != layout["order"]
     hint = (
-        " Another order means other files, another seed or other steps." if is_other_order else ""
+        " The order differs because the files, the seed or the steps differ."
+        if is_other_order
+        else ""
     )
     raise ValueError(
-        f"The position in the middle of a pass was saved with {saved}, but the dataset now has "
-        f"{layout}.{hint} Use the same dataset, or start at the next pass."
+        f"The position in the middle of an epoch was saved with {saved}, but the dataset now has "
+        f"{layout}.{hint} Use the same dataset, or start at the next epoch."
     )
 
 

@@ -102,8 +102,8 @@ class ElasticJob:
             why = why_not_tolerant()
             if why and comm.size > 1:
                 error = LaunchError(
-                    f"elastic=True outlives lost ranks only where MPI does, but {why}. Start the "
-                    f"program with Open MPI's {FLAG}."
+                    f"elastic=True needs an MPI library that survives lost ranks, but {why}. Start "
+                    f"the program with Open MPI's {FLAG}."
                 )
                 error._is_reported_elsewhere = comm.rank != 0
                 raise error

@@ -170,7 +170,8 @@ def _checked(kind: str, gradient: Any, variable: Variable, summed: bool) -> Any:
     array = _as_array(what, gradient)
     if tuple(array.shape) != variable.shape:
         raise ValueError(
-            f"{what} has the shape {tuple(array.shape)}, but the variable {variable.shape}."
+            f"{what} has the shape {tuple(array.shape)}, but the variable has the shape "
+            f"{variable.shape}."
         )
     return _cast(what, array, variable)
 

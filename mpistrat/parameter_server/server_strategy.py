@@ -31,6 +31,7 @@ from mpistrat.strategies.cluster_resolver import ClusterResolver
 from mpistrat.strategies.extended import StrategyExtended
 from mpistrat.strategies.mpi import MPIStrategy
 from mpistrat.strategies.rank_groups import RankGroups
+from mpistrat.system.text import counted
 from mpistrat.variables import Variable
 from mpistrat.variables.placement import Remote, Whole
 
@@ -60,7 +61,7 @@ class ServerExtended(StrategyExtended):
         if optimizer.sharded_slots or optimizer.loss_scale is not None:
             raise NotImplementedError(
                 f"{type(optimizer).__name__}: sharded_slots and loss_scale are for replicas that "
-                "step together. Under ParameterServerStrategy slots lie with their variable."
+                "step together. Under ParameterServerStrategy the servers store the slots."
             )
         # Messages name optimizers by number, so all ranks must create them in the same order.
         with self._job.group.call(type(optimizer).__name__) as call:
@@ -90,7 +91,7 @@ class ServerExtended(StrategyExtended):
         if not self._job.closure_depth and not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                "strategy.run outside of a closure runs on this rank alone. Schedule a function "
+                "strategy.run outside of a closure runs on this rank only. Schedule a function "
                 "that calls it: coordinator.schedule(fn).",
                 UserWarning,
                 stacklevel=4,
@@ -108,7 +109,7 @@ class ServerExtended(StrategyExtended):
     def _check_may_iterate(self) -> None:
         if not self._job.closure_depth:
             raise ValueError(
-                "A dataset of ParameterServerStrategy is iterated by the workers: pass "
+                "The workers iterate over a dataset of ParameterServerStrategy: pass "
                 "coordinator.create_per_worker_dataset(function) to closures, and call "
                 "next(iterator) there."
             )
@@ -296,9 +297,9 @@ class ParameterServerStrategy(MPIStrategy):
         self._num_ps = as_integer("ParameterServerStrategy: num_ps", self._num_ps, 0)
         if self._num_ps and world.size < self._num_ps + 2:
             raise LaunchError(
-                f"ParameterServerStrategy(num_ps={self._num_ps}) needs a chief, {self._num_ps} "
-                f"server(s) and at least one worker, so {self._num_ps + 2} ranks, but "
-                f"{world.size} were started. Start more, or take fewer servers."
+                f"ParameterServerStrategy(num_ps={self._num_ps}) needs a chief, "
+                f"{counted(self._num_ps, 'server')} and at least one worker, so {self._num_ps + 2} "
+                f"ranks, but {world.size} were started. Start more ranks or use fewer servers."
             )
 
     @property

@@ -27,6 +27,7 @@ from mpistrat.replicas.replica_channel import ReplicaChannel, replicas_disagree
 from mpistrat.replicas.replica_reducer import ReplicaLinks
 from mpistrat.replicas.replica_threads import ReplicaCall, ReplicaThreads
 from mpistrat.system.callsite import failure_site, site_of_thread
+from mpistrat.system.text import counted
 from mpistrat.tracing.spans import span
 from mpistrat.values import (
     DistributedValues,
@@ -334,9 +335,9 @@ class ReplicaSet:
         components, expected = leaf.values, len(self.ids)
         if len(components) != expected:
             raise ValueError(
-                f"{kind}: {leaf!r} holds {len(components)} component(s), but this rank has "
-                f"{expected} of the {self.num_replicas} replicas. Let strategy.run or "
-                "experimental_distribute_values_from_function make it."
+                f"{kind}: {leaf!r} holds {counted(len(components), 'component')}, but this rank "
+                f"has {expected} of the {self.num_replicas} replicas. Use a value that "
+                "strategy.run or experimental_distribute_values_from_function returns."
             )
         return components[position]
 

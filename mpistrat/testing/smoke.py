@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m mpistrat.testing smoke",
         description="Try an installation: collectives, data, training and checkpoints, in seconds. "
-        "Run it alone and under the launcher of the machine.",
+        "Run it on one process and under the launcher of the machine.",
     )
     parser.add_argument(
         "--folder", default=".", help="where a temporary folder is made that all ranks see"

@@ -82,7 +82,7 @@ class WrittenTogether(Variable):
             if self.aggregation is VariableAggregation.NONE:
                 raise ValueError(
                     f"{write.how} of the {self._adjective} variable {self.name!r} in replica "
-                    "context needs an aggregation: make the variable with "
+                    "context needs an aggregation: create the variable with "
                     "aggregation=VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA, or write in "
                     "cross-replica context (merge_call)."
                 )

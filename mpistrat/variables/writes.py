@@ -42,7 +42,7 @@ def numeric(name: str, value: Any, dtype: Any) -> np.ndarray:
         if not hasattr(value, "dtype") and not _holds(dtype, array):
             raise ValueError(
                 f"The variable {name!r} of dtype {dtype} cannot hold the initial value {value!r} "
-                "exactly. Give it another dtype, or a NumPy array, which is cast."
+                "exactly. Pass a different dtype, or a NumPy array, which is cast."
             )
         if wraps_around(array, dtype):
             raise ValueError(
@@ -245,8 +245,8 @@ class DenseWrite:
         array, is_plain = _as_given(what, value)
         if tuple(array.shape) != target.shape:
             raise ValueError(
-                f"{what}: the value has the shape {tuple(array.shape)}, but the variable "
-                f"{target.shape}. Values are not broadcast: give one of its shape."
+                f"{what}: the value has the shape {tuple(array.shape)}, but the variable has "
+                f"the shape {target.shape}. Values are not broadcast: pass one of the same shape."
             )
         return cast_to(what, array, is_plain, target.dtype, target.device)
 

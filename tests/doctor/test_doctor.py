@@ -150,7 +150,8 @@ def test_a_task_that_mpi_ends_at_its_start_is_reported():
 def test_the_child_of_a_task_is_recognized():
     done = doctor(PMI_FD="99", PMI_RANK="1", PMI_SIZE="2")
     assert done.returncode == 1, done.stderr
-    assert "none of the 2 task(s)" in done.stdout
+    assert "inherited the environment of an MPI rank" in done.stdout
+    assert "started 2) but is not a rank" in done.stdout
     assert "env -u PMI_FD" in done.stdout
 
 

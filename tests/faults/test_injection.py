@@ -215,5 +215,5 @@ def test_drift_is_found(strategy, last):
     with ms.testing.inject("corrupt:63", last, 1, strategy=strategy):
         strategy.run(lambda: weight.assign_add(np.ones(4)))
     # Of two replicas, neither is in the majority: the first one is named first.
-    with pytest.raises(ms.errors.ReplicaDriftError, match=f"rank {last}: another value"):
+    with pytest.raises(ms.errors.ReplicaDriftError, match=f"rank {last}: a different value"):
         strategy.extended.assert_replicas_agree(weight)

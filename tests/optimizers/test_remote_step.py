@@ -147,9 +147,9 @@ def test_averages_and_sums_by_hand(size):
         average = ms.Variable(np.arange(14.0).reshape(7, 2), name="average", trainable=False)
         with pytest.raises(NotImplementedError, match="average.assign_sub"):
             ms.optimizers.ExponentialMovingAverage(0.75).apply([table])
-        with pytest.raises(NotImplementedError, match="Add those of its batches up"):
+        with pytest.raises(NotImplementedError, match="Add up the gradients of its batches"):
             ms.optimizers.GradientAccumulator([table])
-    with pytest.raises(NotImplementedError, match="Add those of its batches up"):
+    with pytest.raises(NotImplementedError, match="Add up the gradients of its batches"):
         ms.optimizers.GradientAccumulator([table])
     if strategy.rank:
         strategy.serve()

@@ -257,7 +257,7 @@ def test_no_variables_after_the_setup():
     strategy = ms.ParameterServerStrategy()
 
     def body(coordinator):
-        with strategy.scope(), pytest.raises(ValueError, match="cannot be made any more"):
+        with strategy.scope(), pytest.raises(ValueError, match="cannot be created after serve"):
             ms.Variable(1.0, name="late")
         with pytest.raises(ContextError, match="needs all ranks"):
             strategy.barrier()

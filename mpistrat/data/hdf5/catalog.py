@@ -152,7 +152,7 @@ class Catalog:
             which = f"{listing.path(start)!r} to {listing.path(stop - 1)!r}"
         return DataError(
             f"{which} of the field {column.name} of {entry.path} cannot be read: {reason}. The "
-            "file is damaged, or it changed after the dataset was made."
+            "file is damaged, or it changed after the dataset was created."
         )
 
 
@@ -323,9 +323,9 @@ def _top_level_fields(file: Any, path: str) -> tuple[list[Field], nests.Structur
         )
     if left_out:
         warnings.warn(
-            f"from_hdf5: {', '.join(map(repr, left_out))} of {path} cannot be read as examples and "
-            "left out: scalars, references, opaque and nested types, and links that lead nowhere. "
-            "Name the fields to read with fields=(...).",
+            f"from_hdf5 skipped {', '.join(map(repr, left_out))} of {path}, which cannot be read "
+            "as examples (scalars, references, opaque and nested types, and broken links). Name "
+            "the fields to read with fields=(...).",
             stacklevel=users_stacklevel(),
         )
     given, structure = nests.flatten({name: name for name in names})

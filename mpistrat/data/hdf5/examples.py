@@ -117,7 +117,7 @@ class SingleReader:
     def _error(self, reason: Exception, file: int, row: int) -> DataError:
         return DataError(
             f"{self._describe(file, row)} cannot be read: {reason}. The file is damaged, or it "
-            "changed after the dataset was made."
+            "changed after the dataset was created."
         )
 
     def _matches(self, file: int, rows: np.ndarray) -> list[Any]:

@@ -129,8 +129,8 @@ class LinkedFiles:
             source = None
         if not isinstance(source, hdf5.h5py().Dataset):
             raise self._error(
-                f"needs {name!r} of {where}, where there is no such dataset, or a link that leads "
-                "nowhere: HDF5 would give its fill value instead"
+                f"needs {name!r} of {where}, but that dataset is missing or a broken link, and "
+                "HDF5 would return its fill value instead"
             )
         self.add(source)
 

@@ -31,6 +31,7 @@ from mpistrat.data.hdf5.filters import install_filter, missing_filters
 from mpistrat.data.hdf5.linked_files import LinkedFiles
 from mpistrat.data.hdf5.types import dtype_of
 from mpistrat.errors import DataError
+from mpistrat.system.text import counted
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,8 +220,9 @@ class _Lister:
             raise DataError(f"{self.where}: {name!r} is empty, without any shape.")
         if self._shapes and len(shape) != len(self._shapes[0]):
             raise DataError(
-                f"{self.where} matches {self.names[0]!r} with {len(self._shapes[0])} dimension(s) "
-                f"and {name!r} with {len(shape)}, but all must have as many."
+                f"{self.where} matches {self.names[0]!r} with "
+                f"{counted(len(self._shapes[0]), 'dimension')} and {name!r} with {len(shape)}, but "
+                "all must have the same number."
             )
         offset = -1
         if self._attribute is None:

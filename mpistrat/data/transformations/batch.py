@@ -176,9 +176,7 @@ def rows_of(element: Any, spec: Any) -> list[np.ndarray]:
 
 
 def _other_structure(structure: nests.Structure, expected: nests.Structure) -> DataError:
-    return DataError(
-        f"map gave {structure} for one element, but {expected} for the first of the dataset."
-    )
+    return DataError(f"map returned {structure} for one element, but {expected} for the first one.")
 
 
 _SCALARS = (np.generic, str, bytes)
@@ -191,9 +189,9 @@ def _cast(leaf: Any, spec: ArraySpec, path: str) -> np.ndarray:
     cast = fitted(array, spec.dtype)
     if cast is None:
         raise DataError(
-            f"map gave {reprlib.repr(array.tolist())} of dtype {array.dtype} at {path!r}, which "
-            f"does not fit the dtype {spec.dtype} of the first element of the dataset. Let the "
-            "function return one dtype, for example with numpy.float32(...) or astype(...)."
+            f"map returned {reprlib.repr(array.tolist())} of dtype {array.dtype} at {path!r}, "
+            f"which does not fit the dtype {spec.dtype} of the first element of the dataset. Let "
+            "the function return one dtype, for example with numpy.float32(...) or astype(...)."
         )
     return cast
 

@@ -13,6 +13,7 @@ from mpistrat.data.spec import ArraySpec, batched, fitted, has_open_shape, is_op
 from mpistrat.data.transformations.batch import Batch, Column, stacked
 from mpistrat.errors import DataError
 from mpistrat.ragged import Ragged
+from mpistrat.system.text import counted
 
 Shape = tuple["int | None", ...]
 
@@ -88,7 +89,7 @@ class PaddedBatch(Batch):
         ):
             raise ValueError(
                 f"padded_batch: padded_shapes has {tuple(shape)} at {path!r}, but the elements "
-                f"are {spec}, so that {len(spec.shape)} length(s) are expected."
+                f"are {spec}. Pass {counted(len(spec.shape), 'length')}, one per dimension."
             )
         return tuple(lengths)
 

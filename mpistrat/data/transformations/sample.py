@@ -84,7 +84,7 @@ class Weights:
         if len(self._weights) != length:
             raise ValueError(
                 f"sample: there are {len(self._weights)} weights, but the dataset has {length} "
-                "elements. Give one for each."
+                "elements. Pass one per element."
             )
 
     def draws(self, key: PassKey) -> np.ndarray:

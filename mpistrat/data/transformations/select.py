@@ -68,8 +68,8 @@ class Indices:
         if given.dtype == np.bool_:
             if len(given) != length:
                 raise IndexError(
-                    f"select: the mask has {len(given)} entries, but the dataset {length} "
-                    "elements. Give one for each."
+                    f"select: the mask has {len(given)} entries, but the dataset has {length} "
+                    "elements. Pass one per element."
                 )
             return np.flatnonzero(given)
         wrong = np.flatnonzero((given < -length) | (given >= length))

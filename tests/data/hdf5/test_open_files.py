@@ -40,7 +40,7 @@ def touched(path):
         (replaced, "data.h5 has changed since"),
         (appended, "data.h5 has changed since"),
         (touched, "data.h5 has changed since"),
-        (os.unlink, "data.h5 has vanished since"),
+        (os.unlink, "data.h5 was removed after the dataset"),
     ],
 )
 def test_a_file_that_changes_is_noticed(numbered, monkeypatch, happens, message, cache_bytes):
@@ -77,7 +77,7 @@ def test_a_change_of_another_file_with_the_data_is_noticed(numbered, tmp_path, m
     with pytest.raises(DataError, match=f"{changed} has changed since"):
         list(dataset)
     changed.unlink()
-    with pytest.raises(DataError, match=f"{changed} has vanished since"):
+    with pytest.raises(DataError, match=f"{changed} was removed after the dataset"):
         list(dataset)
 
 
