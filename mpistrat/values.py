@@ -214,16 +214,18 @@ class PerReplica(RefusedOperators, DistributedValues[T_co]):
             expected = self._num_here.get()
             if expected != 1:
                 raise ValueError(
-                    f"{self!r} holds 1 component, but this rank has {expected} replicas. Let "
-                    "strategy.run or experimental_distribute_values_from_function make it."
+                    f"{self!r} holds 1 component, but this rank has {expected} replicas. Use a "
+                    "value that strategy.run or experimental_distribute_values_from_function "
+                    "returns."
                 )
             return self._component
         position = turn()
         if position is None:
             if len(self._components) > 1:
                 raise ValueError(
-                    f"{self!r} holds the components of {len(self._components)} replicas, but one "
-                    "is asked for here. Use it in a function given to strategy.run, or its values."
+                    f"{self!r} holds the components of {len(self._components)} replicas, but only "
+                    "one is needed here. Use it in a function that you pass to strategy.run, or "
+                    "use its values."
                 )
             position = 0
         return self._components[position]
@@ -234,9 +236,10 @@ class PerReplica(RefusedOperators, DistributedValues[T_co]):
     def _why_no_array(self, what: str) -> str:
         """Return the error message for `what`, which was called outside of `Strategy.run`."""
         return (
-            f"{what} got a PerReplica, which has one part per replica: forgot strategy.run? Use "
-            "strategy.reduce(op, value) to combine the parts, strategy.run(fn, args=(value,)) to "
-            "compute with each, or numpy.asarray(value) for this rank's part."
+            f"{what} got a PerReplica: forgot strategy.run? A PerReplica has one part per "
+            "replica. Use strategy.reduce(op, value) to combine the parts, "
+            "strategy.run(fn, args=(value,)) to compute with each, or numpy.asarray(value) for "
+            "this rank's part."
         )
 
 

@@ -103,8 +103,9 @@ class Checkpoint(Trackable):
         super().__init__()
         if unnamed:
             raise TypeError(
-                "Checkpoint takes objects by name, which is the first part of their paths in the "
-                f"file, but got {brief(unnamed[0])} without one. Write Checkpoint(name=object)."
+                "Checkpoint needs a name for each object, which is the first part of their paths "
+                f"in the file, but got {brief(unnamed[0])} without one. Write "
+                "Checkpoint(name=object)."
             )
         for name, each in objects.items():
             if name in _OWN_ATTRIBUTES:

@@ -372,7 +372,7 @@ def _collectives_for(tree: Tree, what: str) -> Collectives:
     if alone:
         raise CheckpointError(
             f"{what}: {alone} are PerReplicaState, but it is unknown to which strategy's replicas "
-            "they belong, as this is outside of every scope. Save them in the scope of their "
+            "they belong, because no scope is entered. Save them in the scope of their "
             'strategy: "with strategy.scope():".'
         )
     if world is None:
@@ -468,8 +468,8 @@ def _warn_if_unconnected(what: str, path: str) -> None:
     warn_once(
         f"{what} saves the state of process {task} of {tasks} that {launcher} started, to "
         f"{path!r}. MPI does not connect them, so nothing compares their states, and each process "
-        "that saves to one path replaces the file. Start the program by mpistrat run, mpiexec or "
-        "srun --mpi=..., save on process 0 only, or give each process its own path.",
+        "that saves to one path replaces the file. Start the program with mpistrat run, mpiexec "
+        "or srun --mpi=..., save on process 0 only, or use a different path in each process.",
         key="unconnected",
     )
 

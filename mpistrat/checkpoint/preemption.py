@@ -184,9 +184,9 @@ class PreemptionCheckpointHandler:
         """Warn once, while the program can still be fixed, that its step will be missing."""
         if not self._has_warned and self._collectives.rank == 0:
             _logger.warning(
-                "If this job is preempted, its checkpoint is numbered after the last file, because "
-                "the program's step is not known. Give save_checkpoint_if_preempted(step), or the "
-                "manager a step_counter."
+                "If this job is preempted, its checkpoint is numbered after the last file, "
+                "because the program's step is not known. Pass a step to "
+                "save_checkpoint_if_preempted, or a step_counter to the manager."
             )
         self._has_warned = True
 

@@ -113,7 +113,7 @@ class PerReplicaState:
             if self._reshard is None:
                 raise ValueError(
                     f"it was saved by {len(states)} replicas, but there are {self._num_replicas}, "
-                    "and PerReplicaState was given no reshard function"
+                    "and PerReplicaState has no reshard function"
                 )
             found = len(states)
             # On every rank with the states of all replicas: each rank then takes its own states

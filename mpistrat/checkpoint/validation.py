@@ -133,8 +133,8 @@ def _check_filters(filters: list[tuple[int, str]]) -> None:
     if numbers != sorted(set(numbers) & set(known), key=known.index):
         raise ValueError(
             f"its values went through the filters {', '.join(name for _, name in filters)}, but "
-            "of a file that may come from anywhere only shuffle, deflate and fletcher32 are "
-            f"reversed, in this order. Rewrite it where you trust it: {_REPACK}"
+            "in a file of unknown origin mpistrat decodes only shuffle, deflate and fletcher32, in "
+            f"this order. If you trust the file, rewrite it: {_REPACK}"
         )
 
 

@@ -473,7 +473,7 @@ def _apply_to_tensors(
     tensors = {i: leaf for i, leaf in enumerate(leaves) if is_tensor(leaf)}
     if not operation.has_gradient and any(map(needs_graph, tensors.values())):
         raise NotImplementedError(
-            f"{call.kind} has gradients for reductions that add up only. Give tensor.detach(), or "
+            f"{call.kind} has gradients for reductions that add up only. Pass tensor.detach(), or "
             "reduce by SUM."
         )
     floating = [i for i, leaf in tensors.items() if leaf.is_floating_point() or leaf.is_complex()]

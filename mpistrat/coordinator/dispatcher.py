@@ -282,7 +282,7 @@ class Dispatcher:
         if self._failed is None and closure.generation == self._generation:
             self._failed = closure
             self.cancel(
-                "another closure has failed before. Schedule it again, once the error of that one "
+                "a different closure has failed. Schedule it again after the error of that closure "
                 "has been raised.",
                 spares_independent=True,
             )
@@ -416,7 +416,11 @@ class Dispatcher:
             send(worker.rank, worker.num_sent)
         self._wait(lambda: self._workers.keys() <= self.ended)
         for closure in self._running.values():
-            closure.end(CancelledError(f"The closure {closure!r} was not run: the end came first."))
+            closure.end(
+                CancelledError(
+                    f"The closure {closure!r} was not run, because the job ended before."
+                )
+            )
         self._running.clear()
         self._messages.on_loss = None
 

@@ -76,7 +76,7 @@ class Position:
             _check_layout(saved, layout)
         if 0 <= length < num_handed_out:
             raise ValueError(
-                f"The position is after {num_handed_out} batches, but a pass has {length}: the "
+                f"The position is after {num_handed_out} batches, but an epoch has {length}: the "
                 "data have changed."
             )
         self._pass, self._num_handed_out = pass_number, num_handed_out
@@ -122,7 +122,9 @@ class Optional:
             If there is none.
         """
         if self._value is _NOTHING:
-            raise OutOfRangeError("The pass had ended: there is no value. Ask has_value() first.")
+            raise OutOfRangeError(
+                "The epoch has ended, so there is no value. Ask has_value() first."
+            )
         return self._value
 
 
@@ -200,8 +202,8 @@ class ElementIterator:
             return next(self)
         except StopIteration:
             raise OutOfRangeError(
-                "The iterator has no further element: the pass has ended. Make a new iterator "
-                "with iter(...) for the next pass."
+                "The iterator has no further element: the epoch has ended. Create a new iterator "
+                "with iter(...) for the next epoch."
             ) from None
 
     def get_next_as_optional(self) -> Optional:

@@ -184,7 +184,7 @@ def _check_launch(launcher: Launcher) -> None:
     if MPI.Comm.Get_parent() != MPI.COMM_NULL:  # MPI_Comm_spawn created this world
         return
     world = "a world of one rank" if size == 1 else f"a world of {size} ranks"
-    raise _launch_error(launcher, f"but MPI sees {world}: every task would train alone")
+    raise _launch_error(launcher, f"but MPI sees {world}: every task would be a separate job")
 
 
 def _launch_error(launcher: Launcher, what: str) -> LaunchError:

@@ -242,9 +242,9 @@ class GradientAccumulator(Trackable):
         unknown = [variable.name for variable in variables if id(variable) not in places]
         if unknown:
             raise ValueError(
-                f"{kind}: the variables {unknown} are not among those that the accumulator was "
-                f"made for, {[variable.name for variable in self._variables]}. Make it with all "
-                "variables that get gradients."
+                f"{kind}: the variables {unknown} are not among the variables of the "
+                f"accumulator, {[variable.name for variable in self._variables]}. Create it with "
+                "all variables that get gradients."
             )
         return [places[id(variable)] for variable in variables]
 

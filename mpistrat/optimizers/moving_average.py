@@ -202,5 +202,5 @@ def _check_variables(kind: str, variables: Any) -> None:
         if isinstance(variable, SyncOnReadVariable):
             raise ValueError(
                 f"{kind}: the SyncOnRead variable {variable.name!r} differs from replica to "
-                "replica. Give mirrored variables."
+                "replica. Pass mirrored variables."
             )

@@ -121,7 +121,7 @@ class ServerExtended(StrategyExtended):
         context.require_cross_replica(self._container, "serve")
         if self._job.group.rank == 0:
             raise ContextError(
-                "serve() is for servers and workers, and this is the chief: make "
+                "serve() is for servers and workers, but this is the chief: create "
                 "ms.coordinator.ClusterCoordinator(strategy) here, and schedule closures."
             )
         if self._job.phase is Phase.SERVING:
@@ -157,7 +157,7 @@ class ServerExtended(StrategyExtended):
     def _check_may_save(self, what: str) -> None:
         if self._job.group.rank:
             raise ContextError(
-                f"{what} is for the chief alone here, which asks the servers. Call it where "
+                f"{what} is for the chief only, which asks the servers. Call it if "
                 'strategy.cluster_resolver.task_type == "chief".'
             )
 
@@ -386,8 +386,8 @@ class ParameterServerStrategy(MPIStrategy):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise RuntimeError(
-            "A ParameterServerStrategy cannot be copied: its ranks serve one chief. Make another "
-            "one on every rank."
+            "A ParameterServerStrategy cannot be copied: its ranks serve one chief. Create "
+            "a second one on every rank."
         )
 
     def __repr__(self) -> str:

@@ -366,9 +366,10 @@ class ReplicaSet:
             for leaf in leaves:
                 if is_value(leaf):
                     raise ValueError(
-                        f"{kind}: a plain array or number is the component of one replica, but "
-                        "which one's depends on the number of ranks, with num_replicas. Give what "
-                        "strategy.run or experimental_distribute_values_from_function returns."
+                        f"{kind} got a plain array or number. With num_replicas=, a rank can run "
+                        "several replicas, so it is unclear which one it belongs to. Pass the "
+                        "PerReplica that strategy.run or "
+                        "experimental_distribute_values_from_function returns."
                     )
                 self._component(kind, 0, leaf)
             # The ranks agree here only on the check. It ends before the functions run, because

@@ -299,8 +299,8 @@ class ExtendedV1(abc.ABC):
                 )
             if isinstance(array, PerReplica):
                 raise ValueError(
-                    "broadcast_to sends one array from rank 0 to all ranks, but got a PerReplica. "
-                    "Forgot strategy.run? Pass numpy.asarray(value) to send rank 0's component, or "
+                    "broadcast_to sends one array from rank 0 to all ranks, but got a PerReplica: "
+                    "forgot strategy.run? Pass numpy.asarray(value) to send rank 0's component, or "
                     "combine the components with strategy.reduce first."
                 )
             value = broadcast(call, as_array(call.kind, unwrap_mirrored(array)))

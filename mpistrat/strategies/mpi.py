@@ -337,8 +337,8 @@ def _check_is_alone(layout: Layout, variable_partitioner: object) -> None:
     """Raise an error for arguments besides ``num_replicas=`` that divide anything over ranks."""
     if layout.ranks_per_replica > 1 or variable_partitioner is not None:
         raise NotImplementedError(
-            "num_replicas beside ranks_per_replica or a variable_partitioner: what these divide "
-            "over ranks would depend on their number. Leave one of them out."
+            "num_replicas cannot be combined with ranks_per_replica or a variable_partitioner, "
+            "because these divide values by the number of ranks. Leave one of them out."
         )
 
 

@@ -54,9 +54,9 @@ class ShardedVariable(WrittenTogether):
     def __new__(cls, *args: Any, **kwargs: Any) -> ShardedVariable:
         """Raise `TypeError`: only `Variable` creates sharded variables."""
         raise TypeError(
-            "A ShardedVariable is made by ms.Variable(...), in the scope of a strategy whose "
-            "variable_partitioner wants several parts. Parts that are there already are made "
-            "one by an initial value that takes partition_shape and partition_offset."
+            "A ShardedVariable cannot be created directly. Call ms.Variable(...) in the scope of a "
+            "strategy with a variable_partitioner. To build it from existing parts, pass an "
+            "initial_value function with the arguments partition_shape and partition_offset."
         )
 
     @property

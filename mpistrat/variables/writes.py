@@ -54,7 +54,7 @@ def numeric(name: str, value: Any, dtype: Any) -> np.ndarray:
     if array.dtype.kind not in "biuc" and not is_floating(array.dtype):
         raise ValueError(
             f"The variable {name!r} cannot hold a value of dtype {array.dtype}: "
-            "give an array of bools, integers, floats or complex numbers."
+            "pass an array of bools, integers, floats or complex numbers."
         )
     # Data from a file may have the opposite byte order, which MPI's datatypes and the compiled code
     # do not support.
@@ -72,7 +72,7 @@ def _as_given(what: str, value: Any) -> tuple[Array, bool]:
     if isinstance(value, DistributedValues):
         value = value.values[0]
     if isinstance(value, np.ma.MaskedArray):
-        raise TypeError(f"{what} takes no masked array. Fill it first: array.filled(value).")
+        raise TypeError(f"{what} does not take masked arrays. Fill it first: array.filled(value).")
     if isinstance(value, IndexedSlices):
         raise TypeError(
             f"{what} takes a whole value, not IndexedSlices. Use scatter_update, scatter_add or "

@@ -167,7 +167,7 @@ def test_other_arithmetic_is_a_warning_on_one_rank(mpi_tmp_path, rank, caplog, m
         lines = [
             each.message
             for each in caplog.records
-            if each.levelname == "WARNING" and "other arithmetic" in each.message
+            if each.levelname == "WARNING" and "different arithmetic" in each.message
         ]
         assert len(lines) == num_lines
         assert all(f"({written}, here {here})" in each for each in lines)

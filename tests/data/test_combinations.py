@@ -181,7 +181,7 @@ def test_filters_that_cannot_be_evaluated():
     with pytest.raises(ValueError, match="example_rng"):
         list(noisy)
     for unsteady in (dataset.sample(np.ones(6)), dataset.shuffle(0).take(3)):
-        with pytest.raises(ValueError, match="other elements in each pass"):
+        with pytest.raises(ValueError, match="different elements in each epoch"):
             list(unsteady.filter(bool))
     with pytest.raises(ValueError, match=r"shape \(2,\) for element 0"):
         list(Dataset.from_arrays(np.ones((3, 2))).filter(lambda x: x > 0))

@@ -76,7 +76,7 @@ def test_bad_faults_say_why(strategy, text, reason):
 
 
 def test_bad_arguments_of_inject(strategy):
-    with pytest.raises(TypeError, match="a text or an exception, not 3"):
+    with pytest.raises(TypeError, match="a string or an exception, not 3"):
         ms.testing.inject(3, collective=1)
     with pytest.raises(ValueError, match="collective=K"):
         ms.testing.inject(KeyError("x"), strategy=strategy)

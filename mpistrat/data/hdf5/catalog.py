@@ -373,7 +373,7 @@ def _check_same(
             continue
         raise DataError(
             f"The field {shown(expected.field)} has examples of {came.spec} in {path}, but of "
-            f"{expected.spec} in {first_path}. All files must have the same."
+            f"{expected.spec} in {first_path}. They must be the same in all files."
         )
 
 

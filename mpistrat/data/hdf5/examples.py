@@ -230,7 +230,7 @@ def _column_of(
             parts.append(value_of(value, leaf))
         except UnicodeDecodeError as reason:
             raise DataError(
-                f"{describe(number)} is no text in UTF-8: {reason}. Store it as bytes of a fixed "
+                f"{describe(number)} is not UTF-8: {reason}. Store it as bytes of a fixed "
                 "length, or as rows of uint8."
             ) from None
     if None in spec.shape:

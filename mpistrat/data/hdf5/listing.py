@@ -124,8 +124,8 @@ def _list_matches(lister: _Lister, parts: list[str]) -> Listing:
             lister.add(found.group, found.before, found.names, parts[last + 1 :])
     except DanglingLink as link:
         raise DataError(
-            f"{lister.where} matches {str(link)!r}, a link that leads nowhere. Remove "
-            "or repair it, or let the field match less."
+            f"{lister.where} matches {str(link)!r}, a broken link. Remove or repair it, "
+            "or use a field that does not match it."
         ) from None
     if not lister.names:
         if lister.a_group and field.attribute is None:

@@ -386,8 +386,8 @@ def refuse_numbered(transformations: Sequence[Transformation]) -> None:
     """Raise ValueError if batches that `unbatch` takes apart were enumerated."""
     if any(isinstance(each, Enumerate) for each in transformations):
         raise ValueError(
-            "unbatch takes apart arrays along their first dimension, which the number that "
-            "enumerate gives a batch does not have. Call enumerate after unbatch, or before batch."
+            "unbatch splits arrays along their first dimension, but the number of a batch that "
+            "enumerate adds has none. Call enumerate after unbatch, or before batch."
         )
 
 

@@ -265,8 +265,8 @@ def _unwrapped(element: Any, num_wraps: int) -> Any:
         shape = np.shape(leaf)[:num_wraps]
         if shape != (1,) * num_wraps:
             raise DataError(
-                f"A map of batches before unbatch must keep their length, but made the shape "
-                f"{np.shape(leaf)} of a batch of 1."
+                f"A map of batches before unbatch must keep their length, but it returned the "
+                f"shape {np.shape(leaf)} for a batch of 1."
             )
         return leaf[(0,) * num_wraps]
 

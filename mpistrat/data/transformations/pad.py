@@ -55,7 +55,7 @@ class PaddedBatch(Batch):
             if any(got > want for got, want in zip(shape, target, strict=True)):
                 raise DataError(
                     f"padded_batch: {column.name(place)} has the shape {shape} at {path!r}, which "
-                    f"is longer than the padded shape {tuple(given)}. Give larger padded_shapes, "
+                    f"is longer than the padded shape {tuple(given)}. Pass larger padded_shapes, "
                     "None for the longest, or shorten it in a map."
                 )
         if column.values.dtype != object and list(column.values.shape[1:]) == target:

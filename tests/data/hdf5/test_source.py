@@ -190,7 +190,7 @@ def test_fields_that_do_not_fit(numbered, tmp_path):
     first_use_raises(path, "image/x", match="'image/x' is missing")
     with h5py.File(path, "a") as file:
         file["nowhere"], file["type"] = h5py.SoftLink("/gone"), np.dtype("f4")
-    first_use_raises(path, "nowhere", match="'nowhere' is a link that leads nowhere")
+    first_use_raises(path, "nowhere", match="'nowhere' is a broken link")
     first_use_raises(path, "type", match="'type' is a named type")
     first_use_raises(numbered(0, name="empty.h5"), match=r"no examples in .*empty\.h5")
     with h5py.File(path, "a") as file:
