@@ -185,8 +185,8 @@ class PreemptionCheckpointHandler:
         if not self._has_warned and self._collectives.rank == 0:
             _logger.warning(
                 "If this job is preempted, its checkpoint is numbered after the last file, "
-                "because the program's step is not known. Pass a step to "
-                "save_checkpoint_if_preempted, or a step_counter to the manager."
+                "because the program's step is not known. Call "
+                "save_checkpoint_if_preempted(step), or pass a step_counter to the manager."
             )
         self._has_warned = True
 
