@@ -17,7 +17,7 @@ ORDER_VERSION = 4
 """Incremented when the order of an unchanged dataset changes, so that old positions raise."""
 
 CHECKPOINT_FORMAT_VERSION = 2
-"""Highest format version of the files that this version writes and reads."""
+"""The only format version of the files that this version writes and reads."""
 
 PROTOCOL_VERSION = 1
 """Version of the data that ranks send each other, by MPI and on the side channel."""

@@ -16,7 +16,7 @@ from mpistrat.agreement.channel import Channel
 from mpistrat.agreement.departures import Overlap
 from mpistrat.agreement.ledger import Outcome, Status, compared_values
 from mpistrat.system.callsite import Place, call_site, failure_site, users_place
-from mpistrat.system.text import format_detail, text_of
+from mpistrat.system.text import format_call, is_structure, text_of
 from mpistrat.tracing.flight_recorder import FlightEntry, State
 from mpistrat.tracing.spans import Recorder, active, mark
 
@@ -193,6 +193,7 @@ class Call:
         """Return the error to raise if the ranks do not agree on `signature`. **Collective**."""
         channel = self.channel
         report = channel.report(self.format_signature(*signature[3:]), call_site())
+        report["structure"] = " ".join(str(each) for each in signature[3:] if is_structure(each))
         return channel.disagreement(channel.exchange_reports(report))
 
     def resume(self, entry: FlightEntry | None, is_moving: bool) -> None:
@@ -253,11 +254,10 @@ class Call:
 
     def format_signature(self, *details: object) -> str:
         """Return the call in the form for error messages."""
-        name = f" of {self.name!r}" if self.name is not None else ""
+        call = format_call(self.kind, self.name, details)
         if self.channel.num_strategies > 1:
-            name += f" (strategy {self.owner})"
-        shown = [format_detail(detail) for detail in details if detail != ()]
-        return " ".join(filter(None, [self.kind + name, self._extra_text, *shown]))
+            call += f" of strategy {self.owner}"
+        return " ".join(filter(None, [call, self._extra_text]))
 
     def __exit__(
         self,

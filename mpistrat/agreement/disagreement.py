@@ -10,8 +10,10 @@ from mpistrat.errors import CollectiveError, CollectiveMismatchError
 from mpistrat.system.text import rank_list
 
 _VALUES = re.compile(r"with (the value \S+|values of digest [0-9a-f]{16})")
+_WIDE = 60
+"""Longer calls do not shift the places behind the others."""
 _COUNTERS = ("sequence", "runs", "merge_calls", "updates", "failures", "batches")
-_CALL = re.compile(r"[^'\"]* of ('[^']*'|\"[^\"]*\")|\S+")
+_CALL = re.compile(r"[^'\"(]* of ('[^']*'|\"[^\"]*\")|[^\s(]+")
 
 
 def disagreement_error(
@@ -30,9 +32,7 @@ def disagreement_error(
         )
     else:
         error = CollectiveMismatchError(
-            f"The ranks disagree:\n{table}\n"
-            "Every rank must make the same collective calls in the same order, with the same "
-            "op, dtype, shape, structure and name."
+            f"The ranks made different collective calls:\n{table}\n{_rule(by_name)}"
         )
     # A rank that has failed may report that other ranks failed first, in a different group of
     # ranks.
@@ -49,12 +49,49 @@ def _describe_disagreement(reports: Mapping[int, dict[str, Any]]) -> str:
     num_before, num_now = (
         len({str(report[name]) for report in reports.values()}) for name in ("batches", "batch")
     )
-    groups: dict[str, list[int]] = {}
+    structures: dict[str, set[str]] = {}
+    for report in reports.values():
+        structures.setdefault(report["what"], set()).add(report.get("structure", ""))
+    groups: dict[tuple[str, str], list[int]] = {}
     for rank, report in reports.items():
-        line = _line(report, counters_differ, has_runs, num_before > num_now == 1)
-        groups.setdefault(line, []).append(rank)
-    lines = [f"  {rank_list(ranks)}: {line}" for line, ranks in groups.items()]
-    return "\n".join(lines + _remedy(reports))
+        call = report["what"]
+        if len(structures[call]) > 1 and report.get("structure"):
+            call += f" structured as {report['structure']}"
+        place = _place(report, counters_differ, has_runs, num_before > num_now == 1)
+        if report["ended"]:
+            call, place = f"{call} at {place}", ""
+        groups.setdefault((call, place), []).append(rank)
+    return "\n".join(_table(groups) + _remedy(reports))
+
+
+def _table(groups: Mapping[tuple[str, str], list[int]]) -> list[str]:
+    """Return a line for each call, with the ranks that made it before and the place behind it."""
+    names = [f"  {rank_list(ranks)}:" for ranks in groups.values()]
+    name_width = max(map(len, names))
+    call_width = max((len(call) for call, _ in groups if len(call) <= _WIDE), default=0)
+    return [
+        f"{name:{name_width}} {call:{call_width}}  {place}".rstrip()
+        for name, (call, place) in zip(names, groups, strict=True)
+    ]
+
+
+def _rule(reports: Mapping[int, dict[str, Any]]) -> str:
+    """Return what the ranks have to do, and a likely cause if they are at different places."""
+    places = {(_kind(report), report["site"], report["sequence"]) for report in reports.values()}
+    if len(places) > 1:
+        return (
+            "All ranks must make the same calls in the same order. Is one of them inside "
+            '"if rank == 0", or does a loop end earlier on one rank?'
+        )
+    return (
+        "All ranks must make the same calls in the same order, with the same op, dtype, shape, "
+        "structure and name."
+    )
+
+
+def _kind(report: Mapping[str, Any]) -> str:
+    """Return the first word of a call: ``reduce``."""
+    return re.split(r"[\s(]", report["what"], maxsplit=1)[0]
 
 
 def _remedy(reports: Mapping[int, dict[str, Any]]) -> list[str]:
@@ -77,7 +114,7 @@ def _remedy(reports: Mapping[int, dict[str, Any]]) -> list[str]:
         if "failed" in report or report["cause"] or report["last_failure"]:
             return []
         call = _CALL.match(report["what"])
-        places.setdefault(report["what"].split()[0], []).append(rank)
+        places.setdefault(_kind(report), []).append(rank)
         if call is not None and not report["ended"]:
             calls.setdefault(call[0], []).append(rank)
     if len(places) < 2 or not calls:
@@ -98,8 +135,8 @@ def _counters(report: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(report[name] for name in _COUNTERS)
 
 
-def _line(report: dict[str, Any], counters_differ: bool, has_runs: bool, has_skipped: bool) -> str:
-    line = f"{report['what']} at {report['site']}"
+def _place(report: dict[str, Any], counters_differ: bool, has_runs: bool, has_skipped: bool) -> str:
+    line: str = report["site"]
     if report["ended"]:
         return line + (f", after {report['last_failure']}" if report["last_failure"] else "")
     if counters_differ:

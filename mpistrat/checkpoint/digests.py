@@ -1,4 +1,4 @@
-"""Digests of the contents of a checkpoint: XXH3-128 over pages, and SHA-256 in files of version 1.
+"""Digests of the contents of a checkpoint: XXH3-128 over pages.
 
 A digest inside a file shows accidental damage. It cannot show a deliberate change, since whoever
 changes the values can change the digest too. So the fastest good digest is enough. Values larger
@@ -8,9 +8,8 @@ whole is the digest of its page digests.
 
 from __future__ import annotations
 
-import hashlib
 import re
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,8 +23,7 @@ DIGEST_BYTES = 16
 
 _WHOLE = "xxh3-128:"
 _PAGED = "xxh3-128-4MiB:"
-_OLD = "sha256:"
-_FORMS = re.compile(f"(?:{_WHOLE}|{_PAGED})[0-9a-f]{{32}}|{_OLD}[0-9a-f]{{64}}")
+_FORMS = re.compile(f"(?:{_WHOLE}|{_PAGED})[0-9a-f]{{32}}")
 
 
 class ArrayDigest(NamedTuple):
@@ -42,16 +40,6 @@ class ArrayDigest(NamedTuple):
         return found.reshape(-1, DIGEST_BYTES)
 
 
-class Hasher(Protocol):
-    """A digest of bytes that arrive in parts."""
-
-    def update(self, part: np.ndarray) -> None:
-        """Add the next bytes, the contents of a contiguous array."""
-
-    def result(self) -> ArrayDigest:
-        """Return the digest of all parts so far."""
-
-
 class PagedHash:
     """XXH3-128 of values that arrive in order, in parts of any size: per page, and of all."""
 
@@ -64,7 +52,7 @@ class PagedHash:
 
     def update(self, part: np.ndarray) -> None:
         """Add the next bytes, the contents of a contiguous array."""
-        data = memoryview(_bytes_of(part).data)
+        data = memoryview(part.reshape(-1).view(np.uint8).data)
         while data:
             # A full page is closed only when more bytes arrive. `result` closes the last page,
             # which would otherwise be an empty page after a full one.
@@ -85,35 +73,15 @@ class PagedHash:
         return digest_of_page_digests(b"".join([*self._pages, self._page.digest()]))
 
 
-class _Sha256:
-    """The digest of version 1."""
-
-    def __init__(self) -> None:
-        self._hash = hashlib.sha256()
-
-    def update(self, part: np.ndarray) -> None:
-        self._hash.update(_bytes_of(part).data)
-
-    def result(self) -> ArrayDigest:
-        return ArrayDigest(_OLD + self._hash.hexdigest())
-
-
-def hasher_like(stored: str) -> Hasher:
-    """Return a hasher of the same kind as a digest that a file has stored."""
-    return _Sha256() if stored.startswith(_OLD) else PagedHash()
-
-
-def digest_of_array(array: np.ndarray, like: str = "") -> ArrayDigest:
-    """Return the digest of the bytes of `array` in C order, of the same kind as `like`."""
-    hasher = hasher_like(like)
+def digest_of_array(array: np.ndarray) -> ArrayDigest:
+    """Return the digest of the bytes of `array` in C order."""
+    hasher = PagedHash()
     hasher.update(np.ascontiguousarray(array))
     return hasher.result()
 
 
-def digest_of_text(text: bytes, like: str = "") -> str:
+def digest_of_text(text: bytes) -> str:
     """Return the digest of a string in UTF-8; a string has no pages, however long it is."""
-    if like.startswith(_OLD):
-        return _OLD + hashlib.sha256(text).hexdigest()
     return _WHOLE + xxh3_128_hexdigest(text)
 
 
@@ -157,7 +125,3 @@ def check_digest(found: str, stored: str) -> None:
     """Raise ValueError unless `found` is equal to the digest that the file has stored."""
     if found != stored:
         raise ValueError("the values do not have the digest that was stored with them")
-
-
-def _bytes_of(part: np.ndarray) -> np.ndarray:
-    return part.reshape(-1).view(np.uint8)

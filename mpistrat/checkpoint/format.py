@@ -29,8 +29,6 @@ STATE = "state"
 DIGESTS = "digests"
 REPLICAS = "replicas"
 """Group of the components of SyncOnRead variables with ``num_replicas=``, one row per replica."""
-OLD_VERSION = 1
-"""Version of files with SHA-256 digests, whose states hold only arrays and JSON values."""
 DEEPEST = 100
 """Most levels of groups. HDF5 itself uses the stack for each level, and can overflow it."""
 
@@ -70,9 +68,9 @@ class Header:
         created_s = time.time() if created_s is None else created_s
         return datetime.fromtimestamp(created_s, timezone.utc).isoformat()
 
-    def digest(self, like: str = "") -> str:
+    def digest(self) -> str:
         """Return the attribute ``digest``, taken over the others as JSON with sorted keys."""
-        return digest_of_text(json.dumps(self.attributes(), sort_keys=True).encode(), like)
+        return digest_of_text(json.dumps(self.attributes(), sort_keys=True).encode())
 
     @property
     def created_s(self) -> float:

@@ -28,8 +28,8 @@ from mpistrat.arrays import Array, host_view, is_on_host, pieces
 from mpistrat.checkpoint.digests import (
     PAGE_BYTES,
     ArrayDigest,
+    PagedHash,
     digest_of_page_digests,
-    hasher_like,
     page_digests_of,
 )
 from mpistrat.sharding import Box, ceil_div, cut, part_lengths
@@ -76,13 +76,12 @@ class Checksum:
         stop: threading.Event,
         before: _OnPart | None,
         after: _OnPart | None,
-        like: str,
     ) -> None:
         self._thread = thread
         self._stop = stop
         self._before = before
         self._after = after
-        self._hasher = hasher_like(like)
+        self._hasher = PagedHash()
         self._waits: deque[Callable[[], None]] = deque()
 
     def update(self, piece: np.ndarray, is_view: bool) -> None:
@@ -132,15 +131,13 @@ class ChecksumPool:
         self._count = 0
         self._stop = threading.Event()
 
-    def begin(
-        self, before: _OnPart | None = None, after: _OnPart | None = None, like: str = ""
-    ) -> Checksum:
-        """Return the digest of a new array, of the same kind as `like`; see `Checksum`."""
+    def begin(self, before: _OnPart | None = None, after: _OnPart | None = None) -> Checksum:
+        """Return the digest of a new array; see `Checksum`."""
         self._count += 1
         # Whole arrays are spread over the threads, never the parts of one array (see
         # `Checksum.update`).
         thread = self._threads[self._count % len(self._threads)]
-        return Checksum(thread, self._stop, before, after, like)
+        return Checksum(thread, self._stop, before, after)
 
     def __enter__(self) -> ChecksumPool:
         return self
@@ -330,11 +327,11 @@ def _parity(data: np.ndarray, item_bytes: int) -> int:
 
 
 def read_through(handle: int, extent: Extent) -> Written:
-    """Read an array in little memory, and return its digest, of the same kind as in the file.
+    """Read an array in little memory, and return its digest.
 
     The parity is for arrays that have just been written: it is 0 if the file has stored a digest.
     """
-    hasher, parity = hasher_like(extent.digest), 0
+    hasher, parity = PagedHash(), 0
     memory = np.empty(min(_BYTES_AT_ONCE, extent.num_bytes), np.uint8)
     for begin in range(0, extent.num_bytes, _BYTES_AT_ONCE):
         part = memory[: extent.num_bytes - begin]

@@ -275,7 +275,7 @@ class _Part:
                 # in the cache of that core. The array is a view of its memory, so no piece waits
                 # here.
                 digesters[name] = digests.begin(
-                    before=InOrder(read_at, self._handle, extent.offset), like=extent.digest
+                    before=InOrder(read_at, self._handle, extent.offset)
                 )
                 digesters[name].update(array.reshape(-1), is_view=True)
             # Only after all have begun, or the variables would be read one after the other.

@@ -16,19 +16,18 @@ from mpistrat.checkpoint.digests import (
     DIGEST_BYTES,
     PAGE_BYTES,
     ArrayDigest,
+    PagedHash,
     check_digest,
     differing_pages,
     digest_of_array,
     digest_of_pages,
     digest_of_text,
-    hasher_like,
     is_paged,
 )
 from mpistrat.checkpoint.format import (
     DIGESTS,
     FORMAT,
     FORMAT_VERSION,
-    OLD_VERSION,
     REPLICAS,
     STATE,
     VARIABLES,
@@ -155,7 +154,7 @@ class CheckpointReader:
             extent = self.extent_of(name)
             if extent is not None:
                 read_at(self.handle, extent.offset, values)
-                self._check_values(name, digest_of_array(values, info.digest))
+                self._check_values(name, digest_of_array(values))
                 return values
         flat, begin = values.reshape(-1), 0
         for piece in self.read_pieces(name):
@@ -193,7 +192,7 @@ class CheckpointReader:
         The memory that this needs does not depend on the size of the variable.
         """
         info, dataset = self.variables[name], self._dataset(name)
-        hasher = hasher_like(info.digest)
+        hasher = PagedHash()
         with naming_damage(self.path, name):
             check_streams(dataset)
         for selection in _selections(info.shape, info.dtype.itemsize, dataset.chunks):
@@ -230,7 +229,7 @@ class CheckpointReader:
             check_streams(dataset)
             stored = read_short_text(node, "digest")
             values = np.asarray(dataset[()])
-            check_digest(digest_of_array(values, stored).text, stored)
+            check_digest(digest_of_array(values).text, stored)
             info = self.variables.get(name)
             expected = None if info is None else (self.header.num_replicas, *info.shape)
             if values.shape != expected:
@@ -245,10 +244,9 @@ class CheckpointReader:
             text = dataset[()] if dataset.shape == () and dataset.dtype.kind in "OS" else None
             if not isinstance(text, bytes):
                 raise ValueError("a UTF-8 text was expected here")
-            stored = read_attribute(node, "digest")
-            if digest_of_text(text, str(stored)) != stored:
+            if digest_of_text(text) != read_attribute(node, "digest"):
                 raise ValueError("the text does not have the digest that was stored with it")
-            return load_json(text, self.header.format_version)
+            return load_json(text)
 
     def verify(self) -> None:
         """Read everything in pieces, and raise one error that names everything that is damaged."""
@@ -361,11 +359,11 @@ def _read_header(file: Any, path: Path) -> Header:
             f"{given['format']!r}, expected {FORMAT!r}."
         )
     version = given["format_version"]
-    if version not in (OLD_VERSION, FORMAT_VERSION):
+    if version != FORMAT_VERSION:
         raise CheckpointError(
             f"The checkpoint {path} has format version {version!r}, but this mpistrat reads "
-            f"versions {OLD_VERSION} and {FORMAT_VERSION}. Install the mpistrat that wrote it "
-            f"({given['mpistrat_version']!r}), or a newer one."
+            f"only version {FORMAT_VERSION}. Install the mpistrat that wrote the file "
+            f"({given['mpistrat_version']!r})."
         )
     given["arithmetic"] = given["arithmetic"] or ""
     missing = [name for name in known if type(given[name]) is not type(getattr(Header, name))]
@@ -378,8 +376,7 @@ def _read_header(file: Any, path: Path) -> Header:
     with naming_damage(path, "the attributes of the root group"):
         header.check()
         # Files from other programs need not have a digest; damage does not remove it.
-        stored = given["digest"]
-        if stored not in (None, header.digest(str(stored))):
+        if given["digest"] not in (None, header.digest()):
             raise ValueError("they do not have the digest that was stored with them")
     return header
 

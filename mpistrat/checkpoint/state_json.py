@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat.arrays import adopted, host_copy, is_array, is_foreign
-from mpistrat.checkpoint.format import FORMAT_VERSION, OLD_VERSION, check_path, is_storable
+from mpistrat.checkpoint.format import check_path, is_storable
 from mpistrat.checkpoint.torch_hook import TensorArray, holds_tensors, tensor_library
 from mpistrat.pytorch import is_tensor
 
@@ -37,11 +37,7 @@ SCALAR = "$scalar"
 NUMPY = "$numpy"
 CLASS = "$class"
 _NUMBERS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-_MARKS = {
-    OLD_VERSION: {FLOAT, DICT},
-    FORMAT_VERSION: {FLOAT, DICT, KEYS, SAME, TENSOR, TUPLE, SCALAR, NUMPY, CLASS},
-}
-"""The marks of each version of the format."""
+_MARKS = {FLOAT, DICT, KEYS, SAME, TENSOR, TUPLE, SCALAR, NUMPY, CLASS}
 
 
 @dataclass(frozen=True)
@@ -65,9 +61,9 @@ def dump_json(value: Any) -> str:
     return json.dumps(marked(value), allow_nan=False)
 
 
-def load_json(text: bytes, version: int = FORMAT_VERSION) -> Any:
+def load_json(text: bytes) -> Any:
     """Return the value from which `dump_json` made `text`; ValueError for other strings."""
-    return unmarked(json.loads(text), version)
+    return unmarked(json.loads(text))
 
 
 def marked(value: Any) -> Any:
@@ -81,39 +77,38 @@ def marked(value: Any) -> Any:
     if isinstance(value, dict):
         items = {key: marked(item) for key, item in value.items()}
         # A dict of the user that looks like a mark must be restored as a dict.
-        return {DICT: items} if _is_mark(value, FORMAT_VERSION) else items
+        return {DICT: items} if _is_mark(value) else items
     return value
 
 
-def unmarked(value: Any, version: int = FORMAT_VERSION) -> Any:
-    """Return the value from which `marked` made `value`, with the marks of a `version`."""
+def unmarked(value: Any) -> Any:
+    """Return the value from which `marked` made `value`."""
     if isinstance(value, list):
-        return [unmarked(item, version) for item in value]
+        return [unmarked(item) for item in value]
     if not isinstance(value, dict):
         return value
-    if not _is_mark(value, version):
-        return {key: unmarked(item, version) for key, item in value.items()}
+    if not _is_mark(value):
+        return {key: unmarked(item) for key, item in value.items()}
     ((mark, content),) = value.items()
     if mark == DICT and isinstance(content, dict):
-        return {key: unmarked(item, version) for key, item in content.items()}
+        return {key: unmarked(item) for key, item in content.items()}
     if mark == FLOAT and content in _NUMBERS:
         return _NUMBERS[content]
     if mark in (SAME, TENSOR, SCALAR) and isinstance(content, str):
         return Mark(mark, content)
     if mark == TUPLE and isinstance(content, list):
-        return Mark(mark, unmarked(content, version))
+        return Mark(mark, unmarked(content))
     if mark == NUMPY and _is_pair(content) and content[0] in ("float64", "str"):
-        return Mark(mark, unmarked(content, version))
+        return Mark(mark, unmarked(content))
     if mark == CLASS and isinstance(content, dict) and {"class", "items"} <= content.keys():
-        return Mark(mark, unmarked(content, version))
+        return Mark(mark, unmarked(content))
     if mark == KEYS and isinstance(content, list) and all(map(_is_pair, content)):
-        return Mark(mark, unmarked(content, version))
+        return Mark(mark, unmarked(content))
     raise ValueError(f"{json.dumps(value)} is neither a number nor a dict")
 
 
-def _is_mark(value: dict[str, Any], version: int) -> bool:
-    # In files of the old version the later marks are ordinary keys.
-    return len(value) == 1 and next(iter(value)) in _MARKS[version]
+def _is_mark(value: dict[str, Any]) -> bool:
+    return len(value) == 1 and next(iter(value)) in _MARKS
 
 
 def _is_pair(value: Any) -> bool:

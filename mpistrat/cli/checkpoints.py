@@ -304,6 +304,20 @@ def _verdict(file: Path, is_in_folder: bool) -> dict[str, Any] | None:
         if not is_in_folder and not hdf5.has_signature(file):
             raise CheckpointError(str(error)) from None
         return {"sound": False, "error": str(error)}
+    except CheckpointError as error:
+        if not _is_checkpoint(file):
+            raise
+        # Its format version is unknown here, so nothing in it can be compared with a digest.
+        return {"sound": False, "error": str(error)}
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Return whether `path` is a checkpoint of any format version."""
+    try:
+        with contextlib.closing(hdf5.open_for_reading(path, DataError)) as file:
+            return bool(read_attribute(file.id, "format") == FORMAT)
+    except (DataError, OSError, RuntimeError, UnicodeError):
+        return False
 
 
 def _formatted(file: Path, verdict: dict[str, Any]) -> list[str]:
@@ -323,7 +337,8 @@ VERIFY = Command(
     """\
 Check that checkpoints are complete and undamaged, for example after a full disk, a crash or a
 copy. It reads every value and compares it with its checksum. The exit code is 1 if a checkpoint
-is damaged, 2 if a file is not a checkpoint.
+is damaged or has a format version that this mpistrat does not read, 2 if a file is not a
+checkpoint.
 
   mpistrat verify runs/digits
 """,

@@ -151,7 +151,7 @@ def _variables(a: CheckpointReader, b: CheckpointReader) -> Iterator[tuple[str, 
 def _modes(a: CheckpointReader, b: CheckpointReader, name: str) -> Iterator[str]:
     for key in ("synchronization", "aggregation", "trainable"):
         of_a, of_b = getattr(a.variables[name], key), getattr(b.variables[name], key)
-        # A plain variable is AUTO. In older files mirrored variables were AUTO too.
+        # A variable that is mirrored in one program may be plain in the other, which is AUTO.
         if of_a != of_b and {of_a, of_b} != {"AUTO", "ON_WRITE"}:
             yield f"{key} {of_a} in a, {of_b} in b"
 

@@ -18,7 +18,14 @@ from mpistrat.cli.output import (
     print_table,
 )
 from mpistrat.failures.flight_dumps import FORMAT, FORMAT_VERSION
-from mpistrat.system.text import counted, rank_list, rank_spans, ranks_by_value
+from mpistrat.system.text import (
+    counted,
+    format_call,
+    is_structure,
+    rank_list,
+    rank_spans,
+    ranks_by_value,
+)
 from mpistrat.tracing.flight_recorder import State
 
 _COUNTERS = ("runs", "merge_calls", "updates", "failures")
@@ -139,11 +146,12 @@ def _groups(here: Mapping[int, dict[str, Any]]) -> Iterator[_Group]:
         details = () if refused else tuple(entry["details"])
         key = (entry["kind"], entry["name"], entry["strategy"], details, refused)
         keys.append((rank, (*key, *(entry[name] for name in _COUNTERS))))
+    structures = {tuple(filter(is_structure, each["details"])) for each in here.values()}
     for ranks in ranks_by_value(keys).values():
         entries = [here[rank] for rank in ranks]
         yield _Group(
             tuple(ranks),
-            _what(entries[0]),
+            _what(entries[0], with_structure=len(structures) > 1),
             ", ".join(dict.fromkeys(each["site"] for each in entries)),
             ", ".join(dict.fromkeys(each["state"] for each in entries)),
             {name: entries[0][name] for name in _COUNTERS},
@@ -193,9 +201,8 @@ def _wall_ns(dump: dict[str, Any], entry: dict[str, Any]) -> int:
     return int(dump["wall_clock_ns"] - dump["monotonic_ns"] + entry["began_ns"])
 
 
-def _what(entry: dict[str, Any]) -> str:
-    name = f" of {entry['name']!r}" if entry["name"] is not None else ""
-    return " ".join([entry["kind"] + name, *entry["details"]])
+def _what(entry: dict[str, Any], with_structure: bool = False) -> str:
+    return format_call(entry["kind"], entry["name"], entry["details"], with_structure)
 
 
 _MAX_RANKS = 2**24

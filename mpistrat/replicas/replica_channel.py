@@ -15,7 +15,7 @@ from mpistrat.replicas.replica_reducer import ReplicaLinks, reduce_rows
 from mpistrat.replicas.replica_threads import Cancelled
 from mpistrat.replicas.replica_transport import ReplicaTransport
 from mpistrat.system.callsite import users_place
-from mpistrat.system.text import format_detail
+from mpistrat.system.text import format_call
 from mpistrat.tracing.flight_recorder import State
 
 _CALL, _ALL_CALL = Status.CALL, Outcome.ALL_CALL
@@ -274,5 +274,4 @@ def replicas_disagree(
 
 def _call_text(signature: Sequence[Any]) -> str:
     kind, name, *rest = [*signature, None, None][: max(len(signature), 2)]
-    details = [format_detail(each) for each in rest[1:] if each not in ((), None)]
-    return " ".join([kind if name is None else f"{kind} of {name!r}", *details])
+    return format_call(kind, name, [each for each in rest[1:] if each is not None])

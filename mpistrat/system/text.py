@@ -43,6 +43,7 @@ def ranks_by_value(values: Iterable[tuple[int, _Value]]) -> dict[_Value, list[in
 
 _MAX_ITEMS = 4
 _MAX_CHARACTERS = 120
+_OPERATIONS = ("SUM", "MEAN", "MIN", "MAX", "PROD", "AVG")
 
 
 def rank_list(ranks: Iterable[int]) -> str:
@@ -72,11 +73,32 @@ def text_of(error: BaseException) -> str:
         return "(an error that has no text, because its __str__ fails)"
 
 
+def format_call(
+    kind: str, name: str | None, details: Iterable[object], with_structure: bool = False
+) -> str:
+    """Return a collective call as messages show it: ``reduce("max", float64 scalar)``."""
+    # Nobody can guess what the structure of a nest stands for. It is shown if it differs.
+    given = [each for each in details if with_structure or not is_structure(each)]
+    shown = [
+        f'"{str(each).lower()}"' if each in _OPERATIONS else format_detail(each)
+        for each in given
+        if each != ()
+    ]
+    if name is None:
+        return f"{kind}({', '.join(shown)})" if shown else kind
+    return f"{kind} of {name!r}" + (f" ({', '.join(shown)})" if shown else "")
+
+
+def is_structure(detail: object) -> bool:
+    """Return whether a detail of a call is the structure of a nest, as `nests.signature` has it."""
+    return isinstance(detail, str) and "*" in detail
+
+
 def format_detail(detail: object) -> str:
     """Return a short text for a detail of a call, such as ``float32 (4, 3)`` for an array."""
     if isinstance(detail, tuple):
         if len(detail) == 2 and isinstance(detail[1], tuple) and isinstance(detail[0], str):
-            return f"{detail[0]} {detail[1]}"
+            return f"{detail[0]} {detail[1] or 'scalar'}"
         shown = [format_detail(each) for each in detail[:_MAX_ITEMS]]
         rest = len(detail) - len(shown)
         return ", ".join(shown) + (f" and {rest} more" if rest else "")

@@ -1,5 +1,6 @@
 """Ranks that disagree get an error everywhere, and the next strategy works again."""
 
+import re
 import threading
 
 import numpy as np
@@ -32,7 +33,7 @@ def test_disagreement_names_ranks_and_lines(strategy, others, size, common, guil
     text = str(caught.value)
     assert f"rank {size - 1}:" in text
     assert "test_channel.py:" in text
-    with pytest.raises(ms.errors.CollectiveError, match="disagree"):
+    with pytest.raises(ms.errors.CollectiveError, match="different collective calls"):
         strategy.reduce("sum", 1)
     assert ms.MPIStrategy().reduce("sum", 1) == size
 
@@ -44,7 +45,8 @@ def test_one_bad_argument_is_the_builtin_error_there_and_a_mismatch_elsewhere(
     with pytest.raises(expected) as caught:
         strategy.reduce("sum" if others else "foo", 1)
     if others:
-        assert f"rank {size - 1}: reduce refused its arguments (ValueError" in str(caught.value)
+        refused = rf"rank {size - 1}: +reduce refused its arguments \(ValueError"
+        assert re.search(refused, str(caught.value))
     assert ms.MPIStrategy().reduce("sum", 1) == size
 
 
@@ -111,7 +113,7 @@ def test_a_strategy_over_some_ranks(rank, size):
 def test_two_strategies_in_another_order_are_noticed(strategy, others):
     second = ms.MPIStrategy()
     first, then = (strategy, second) if others else (second, strategy)
-    with pytest.raises(ms.errors.CollectiveMismatchError, match=r"\(strategy \d+\)"):
+    with pytest.raises(ms.errors.CollectiveMismatchError, match=r" of strategy \d+ "):
         first.reduce("sum", 1)
         then.reduce("sum", 1)
 
@@ -119,16 +121,16 @@ def test_two_strategies_in_another_order_are_noticed(strategy, others):
 def test_an_error_of_one_strategy_closes_the_others_which_name_it(strategy, others, size):
     second = ms.MPIStrategy(device="cpu")
     own, other = (each.extended._collectives.number for each in (strategy, second))
-    with pytest.raises(ms.errors.CollectiveMismatchError, match=r"^The ranks disagree"):
+    with pytest.raises(ms.errors.CollectiveMismatchError, match="^The ranks made different"):
         strategy.reduce("sum" if others else "max", 1)
-    with pytest.raises(ms.errors.CollectiveMismatchError, match=r"^The ranks disagree"):
+    with pytest.raises(ms.errors.CollectiveMismatchError, match="^The ranks made different"):
         strategy.reduce("sum", 1)
     with pytest.raises(ms.errors.CollectiveMismatchError) as caught:
         second.reduce("sum", 1)
     text = str(caught.value)
     assert text.startswith(f"Strategy {other} is closed, because strategy {own} is")
-    assert f"The error of strategy {own} was:\nThe ranks disagree:" in text
-    assert "at test_channel.py:" in text
+    assert f"The error of strategy {own} was:\nThe ranks made different collective calls:" in text
+    assert "  test_channel.py:" in text
 
 
 def test_an_error_of_a_strategy_leaves_those_on_other_communicators_open(strategy, others, size):

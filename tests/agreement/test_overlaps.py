@@ -1,5 +1,6 @@
 """A collective that is called inside of another one of its rank is an error on every rank."""
 
+import re
 import threading
 import weakref
 
@@ -73,8 +74,8 @@ def test_on_one_rank_it_is_an_error_on_all(strategy, others, size, way, length):
         strategy.reduce("sum", ones)
         with pytest.raises(ms.errors.CollectiveMismatchError) as caught:
             strategy.reduce("sum", ones)
-        assert f"rank {size - 1}: reduce was called" in str(caught.value)
-        assert "at test_overlaps.py:" in str(caught.value)
+        assert re.search(rf"rank {size - 1}: +reduce was called", str(caught.value))
+        assert "  test_overlaps.py:" in str(caught.value)
     else:
         seen = overlap_once(strategy, way)
         with pytest.raises(ms.errors.ContextError, match="reduce was called") as caught:

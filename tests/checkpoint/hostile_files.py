@@ -16,7 +16,7 @@ MODES = {
     "synchronization": "AUTO",
     "aggregation": "NONE",
     "trainable": True,
-    "digest": f"sha256:{0:064}",
+    "digest": f"xxh3-128:{0:032}",
 }
 
 

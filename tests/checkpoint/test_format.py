@@ -1,12 +1,11 @@
-"""Format versions 1 and 2, kept as files: each later version of mpistrat must read them.
+"""Format version 2, kept as a file: each later version of mpistrat must read it.
 
-``files/v1.h5``, ``files/v1_fixed_texts.h5`` and ``files/v2.h5`` were written once, by
-`write_golden`: the first when texts in attributes had a variable length. They are never written
-again: a change of the format gets its own number and file.
+``files/v2.h5`` was written once, by `write_golden`. It is never written again: a change of the
+format gets its own number and file. No version 1 was ever released, and nothing reads it.
 """
 
-import hashlib
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -21,9 +20,7 @@ from mpistrat.cli import main
 from tests.devices import array_equal
 
 FILES = Path(__file__).parent / "files"
-GOLDEN = FILES / "v1.h5"
-NEWEST = FILES / "v2.h5"
-GOLDENS = [GOLDEN, FILES / "v1_fixed_texts.h5", NEWEST]
+GOLDEN = FILES / "v2.h5"
 
 KERNEL = np.arange(6, dtype=np.float32).reshape(2, 3) / 8
 HALF = np.float16([1.5, -2, np.inf])
@@ -71,9 +68,9 @@ def objects(strategy):
     }
 
 
-def write_golden(path):
-    """How the file was written, on one rank."""
-    found = objects(ms.OneDeviceStrategy("cpu"))
+def filled_objects(strategy):
+    """Return what the file holds."""
+    found = objects(strategy)
     found["model"]["layers"][0]["kernel"].assign(KERNEL)
     found["model"]["half"].assign(HALF)
     found["model"]["waves"].assign(WAVES)
@@ -82,14 +79,38 @@ def write_golden(path):
     found["loss"].assign(LOSS_TOTAL)
     found["history"].values, found["history"].best = HISTORY, float("nan")
     found["rng"].random(10)
+    return found
+
+
+def write_golden(path):
+    """How the file was written, on one rank."""
+    found = filled_objects(ms.OneDeviceStrategy("cpu"))
     manager = ms.CheckpointManager(ms.Checkpoint(**found), path.parent)
     shutil.move(manager.save(COUNT), path)
 
 
-@pytest.mark.parametrize("golden", GOLDENS, ids=lambda path: path.stem)
-def test_a_golden_file_is_restored(strategy, size, golden):
+def copy_with_varying_lengths(path):
+    """Copy the file, with texts of variable length in attributes, as h5py writes them."""
+    shutil.copy(GOLDEN, path)
+    with h5py.File(path, "r+") as file:
+        nodes = [file]
+        file.visititems(lambda _, node: nodes.append(node))
+        for node in nodes:
+            for name, value in node.attrs.items():
+                if np.asarray(value).dtype.kind == "S":
+                    texts = np.asarray(plain(value), object)
+                    node.attrs.create(name, texts, dtype=h5py.string_dtype())
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("lengths", ["fixed", "varying"])
+def test_the_golden_file_is_restored(strategy, rank, size, mpi_tmp_path, lengths):
+    path = GOLDEN if lengths == "fixed" else mpi_tmp_path / "varying.h5"
+    if lengths == "varying" and rank == 0:
+        copy_with_varying_lengths(path)
+    strategy.barrier()
     found = objects(strategy)
-    ms.Checkpoint(**found).restore(golden).assert_consumed()
+    ms.Checkpoint(**found).restore(path).assert_consumed()
     assert array_equal(found["model"]["layers"][0]["kernel"].numpy(), KERNEL)
     assert array_equal(found["model"]["half"].numpy(), HALF)
     assert array_equal(found["model"]["waves"].numpy(), WAVES)
@@ -113,59 +134,40 @@ def plain(value):
 
 
 def format_value(file):
-    """Return all that a file says, but when, by whom and by which version it was written.
-
-    Nor with which digests and version of the format.
-    """
+    """Return all that a file says, but when and by which version of mpistrat it was written."""
     nodes = {}
 
     def take(name, node):
-        attributes = {key: plain(value) for key, value in node.attrs.items() if key != "writers"}
-        attributes.pop("digest", None)
-        if attributes.get("synchronization") == "AUTO":
-            attributes["synchronization"] = "ON_WRITE"  # which older files call AUTO
+        attributes = {key: plain(value) for key, value in node.attrs.items()}
         if isinstance(node, h5py.Dataset):
-            values = node[()]
-            kind = (node.dtype.str, node.shape, node.chunks)
-            nodes[name] = (kind, hashlib.sha256(values).hexdigest(), attributes)
+            values = np.asarray(node[()]).tobytes()
+            nodes[name] = (node.dtype.str, node.shape, node.chunks), values, attributes
         else:
             nodes[name] = attributes
 
     file.visititems(take)
-    changing = {"created", "format_version", "mpistrat_version", "digest"}
+    changing = {"created", "mpistrat_version", "digest"}
     root = {key: plain(value) for key, value in file.attrs.items() if key not in changing}
     assert changing < set(file.attrs)
     return nodes, root
 
 
-def digests_of(file):
-    found = {}
-    file.visititems(lambda name, node: found.update({name: plain(node.attrs.get("digest", b""))}))
-    return found
-
-
 @pytest.mark.launches
 def test_what_is_written_today_is_the_golden_file(tmp_path):
     write_golden(tmp_path / "new.h5")
-    with h5py.File(tmp_path / "new.h5") as new, h5py.File(NEWEST) as newest:
-        assert digests_of(new) == digests_of(newest)
-        assert new.attrs["format_version"] == newest.attrs["format_version"] == 2
-        for path in GOLDENS:
-            with h5py.File(path) as golden:
-                assert format_value(new) == format_value(golden)
-    assert main(["diff", str(GOLDENS[0]), str(tmp_path / "new.h5")]) == 0
+    with h5py.File(tmp_path / "new.h5") as new, h5py.File(GOLDEN) as golden:
+        assert format_value(new) == format_value(golden)
+    assert main(["diff", str(GOLDEN), str(tmp_path / "new.h5")]) == 0
 
 
 @pytest.mark.launches
-@pytest.mark.parametrize("golden", GOLDENS, ids=lambda path: path.stem)
-def test_a_golden_file_is_what_the_document_says(golden):
-    with h5py.File(golden) as file:
+def test_the_golden_file_is_what_the_document_says():
+    with h5py.File(GOLDEN) as file:
+        assert file.attrs["format_version"] == 2
         header = {key: plain(value) for key, value in file.attrs.items()}
         digest = header.pop("digest")
         text = json.dumps(header, sort_keys=True).encode()
-        old, new = hashlib.sha256(text).hexdigest(), xxhash.xxh3_128_hexdigest(text)
-        is_old = header["format_version"] == 1
-        assert digest == (f"sha256:{old}" if is_old else f"xxh3-128:{new}")
+        assert digest == f"xxh3-128:{xxhash.xxh3_128_hexdigest(text)}"
         assert set(file) == {"variables", "state"}
         assert file["variables/loss"][()] == LOSS_TOTAL
         assert plain(file["variables/loss"].attrs["synchronization"]) == "ON_READ"
@@ -240,71 +242,104 @@ def test_digests_of_pages_are_there_where_they_must_be(tmp_path):
         checkpoint.restore(path)
 
 
-DAMAGED = {
-    "v1_flipped_value.h5": "damaged at model/layers/0/kernel: the values do not have the digest",
-    "v1_flipped_state.h5": "damaged at history: the text does not have the digest",
-    "v1_truncated.h5": "is truncated",
-    "v1_other_step.h5": "the attributes of the root group: they do not have the digest",
+def flip(path, marker):
+    """Change one bit of the bytes `marker` in a file."""
+    data = bytearray(path.read_bytes())
+    data[data.index(marker) + len(marker) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def change(path, attribute, value):
+    """Change an attribute of the root group."""
+    with h5py.File(path, "r+", libver=("v110", "v110")) as file:
+        file.attrs.modify(attribute, np.int64(value))
+
+
+DAMAGE = {
+    "flipped_value": (
+        lambda path: flip(path, KERNEL.tobytes()),
+        "damaged at model/layers/0/kernel: the values do not have the digest",
+    ),
+    "flipped_state": (
+        lambda path: flip(path, b"rich"),
+        "damaged at history: the text does not have the digest",
+    ),
+    "truncated": (lambda path: os.truncate(path, path.stat().st_size - 100), "is truncated"),
+    "other_step": (
+        lambda path: change(path, "step", COUNT + 1),
+        "the attributes of the root group: they do not have the digest",
+    ),
 }
+OTHER_VERSIONS = [1, 3]
+REFUSED = "has format version {}, but this mpistrat reads only version 2"
 
 
-def damage(folder):
-    """How the damaged files were made."""
-    good = GOLDEN.read_bytes()
-
-    def flipped(at):
-        return good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :]
-
-    contents = {
-        "v1_flipped_value.h5": flipped(good.index(KERNEL.tobytes()) + 9),
-        "v1_flipped_state.h5": flipped(good.index(b"rich")),
-        "v1_truncated.h5": good[:-100],
-    }
-    for name, content in contents.items():
-        (folder / name).write_bytes(content)
-    for name, attribute, value in (
-        ("v1_other_step.h5", "step", COUNT + 1),
-        ("v3.h5", "format_version", 3),
-    ):
-        shutil.copy(GOLDEN, folder / name)
-        with h5py.File(folder / name, "r+", libver=("v110", "v110")) as file:
-            file.attrs.modify(attribute, np.int64(value))
-
-
-@pytest.mark.parametrize("name", DAMAGED)
-def test_damaged_files_are_refused_on_every_rank(strategy, name):
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damaged_files_are_refused_on_every_rank(strategy, rank, mpi_tmp_path, name):
+    path, (damage, words) = mpi_tmp_path / f"{name}.h5", DAMAGE[name]
+    ms.Checkpoint(**filled_objects(strategy)).write(path)
+    if rank == 0:
+        damage(path)
+    strategy.barrier()
     found = objects(strategy)
-    checkpoint = ms.Checkpoint(**found)
     with pytest.raises(ms.errors.CheckpointCorruptError) as caught:
-        checkpoint.restore(FILES / name)
-    assert DAMAGED[name] in str(caught.value)
-    assert name in str(caught.value)
+        ms.Checkpoint(**found).restore(path)
+    assert words in str(caught.value)
+    assert path.name in str(caught.value)
     assert not found["model"]["layers"][0]["kernel"].numpy().any()
     assert found["history"].best == 0
 
 
-def test_a_newer_version_is_refused_and_named(strategy):
+@pytest.mark.mpi
+@pytest.mark.parametrize("version", OTHER_VERSIONS)
+def test_another_version_is_refused_and_named(strategy, rank, mpi_tmp_path, version):
+    saved = ms.CheckpointManager(ms.Checkpoint(**filled_objects(strategy)), mpi_tmp_path)
+    first, second = Path(saved.save(1)), Path(saved.save(2))
+
+    def give_version(path):
+        if rank == 0:
+            change(path, "format_version", version)
+        strategy.barrier()
+
+    give_version(second)
     found = objects(strategy)
+    checkpoint = ms.Checkpoint(**found)
+    manager = ms.CheckpointManager(checkpoint, mpi_tmp_path)
     with pytest.raises(ms.errors.CheckpointError) as caught:
-        ms.Checkpoint(**found).restore(FILES / "v3.h5")
+        checkpoint.restore(second)
     assert type(caught.value) is not ms.errors.CheckpointCorruptError
-    assert "has format version 3, but this mpistrat reads versions 1 and 2" in str(caught.value)
-    with open_checkpoint(GOLDEN) as reader:
-        assert repr(reader.header.mpistrat_version) in str(caught.value)
+    assert f"{second} {REFUSED.format(version)}" in str(caught.value)
+    assert f"Install the mpistrat that wrote the file ({ms.__version__!r})." in str(caught.value)
     assert found["count"].numpy() == 0
+
+    with strategy.scope():  # a manager passes over such a file
+        assert ms.latest_checkpoint(mpi_tmp_path) == str(first)
+    assert manager.restore_or_initialize() == str(first)
+    assert found["count"].numpy() == COUNT
+    give_version(first)
+    with pytest.raises(ms.errors.CheckpointError, match=REFUSED.format(version)):
+        manager.restore_or_initialize()
 
 
 @pytest.mark.launches
-def test_the_commands_know_the_files(capsys, monkeypatch):
-    for path in GOLDENS:
-        assert main(["verify", str(path)]) == main(["inspect", str(path)]) == 0
-    for path in GOLDENS[1:]:
-        assert main(["diff", str(GOLDENS[0]), str(path)]) == 0
-    assert main(["verify", str(FILES)]) == 1
-    captured = capsys.readouterr()
-    assert "v3.h5 has format version 3" in captured.err
-    lines = captured.out.splitlines()
-    verdicts = {Path(x.split(": ")[0]).name: x.split(": ")[1] for x in lines if ": DAMAGED" in x}
-    assert verdicts == dict.fromkeys(DAMAGED, "DAMAGED")
+def test_the_commands_know_the_files(tmp_path, capsys, monkeypatch):
+    assert main(["verify", str(GOLDEN)]) == main(["inspect", str(GOLDEN)]) == 0
+    varying = tmp_path / "varying.h5"
+    copy_with_varying_lengths(varying)
+    assert main(["verify", str(varying)]) == main(["inspect", str(varying)]) == 0
+    assert main(["diff", str(GOLDEN), str(varying)]) == 0
+    assert main(["verify", str(FILES)]) == 0
+    capsys.readouterr()
+
+    write_golden(tmp_path / "good.h5")
+    for name, (damage, _) in DAMAGE.items():
+        path = tmp_path / f"{name}.h5"
+        shutil.copy(tmp_path / "good.h5", path)
+        damage(path)
+    assert main(["verify", str(tmp_path)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    verdicts = {Path(x.split(": ")[0]).stem: x.split(": ")[1] for x in lines if ": DAMAGED" in x}
+    assert verdicts == dict.fromkeys(DAMAGE, "DAMAGED")
     monkeypatch.chdir(FILES)
     assert main(["verify", ""]) == 2, "no name is not the folder that this runs in"

@@ -107,7 +107,7 @@ def test_random_flips_never_give_wrong_values(file, tmp_path):
         (lambda f: f.attrs.create("step", "three"), "step"),
         (lambda f: f.attrs.modify("step", 2), "do not have the digest"),
         (lambda f: f.attrs.modify("mpi_library", "another"), "do not have the digest"),
-        (lambda f: f.attrs.modify("digest", "sha256:0"), "do not have the digest"),
+        (lambda f: f.attrs.modify("digest", "xxh3-128:0"), "do not have the digest"),
         (lambda f: f.attrs.pop("digest") and f.attrs.modify("step", -2), "step is -2"),
         (lambda f: f.attrs.modify("num_replicas", 0), "num_replicas is 0"),
         (lambda f: f.attrs.modify("mpistrat_version", ""), "mpistrat_version"),
@@ -121,6 +121,7 @@ def test_random_flips_never_give_wrong_values(file, tmp_path):
             "the array data/bias is too many",
         ),
         (lambda f: f["variables"].create_dataset("bare", data=1.0), "damaged at bare"),
+        (lambda f: attribute(f, "digest", f"sha256:{0:064}"), "attribute digest is 'sha256:0"),
         (lambda f: attribute(f, "aggregation", ["MEAN", "SUM"]), "aggregation is 'None'"),
         (lambda f: attribute(f, "aggregation", ["MEAN"] + 400 * [""]), "aggregation is 'None'"),
         (lambda f: attribute(f, "aggregation", "MEAN" + 400 * "x"), "aggregation is 'MEANxxx"),
@@ -179,7 +180,7 @@ def test_tricks_are_refused(file, tmp_path, edit, words):
                 "synchronization": "AUTO",
                 "aggregation": "NONE",
                 "trainable": True,
-                "digest": f"sha256:{0:064}",
+                "digest": f"xxh3-128:{0:032}",
             }.items():
                 node.attrs[name] = value
     with pytest.raises(CheckpointCorruptError, match=words):
@@ -211,7 +212,9 @@ def test_another_format_is_no_damage(tmp_path, file):
     with pytest.raises(CheckpointError, match="no checkpoint of mpistrat") as caught:
         read(tmp_path / "data.h5")
     assert type(caught.value) is CheckpointError
-    change(file, lambda f: f.attrs.modify("format_version", 3))
-    with pytest.raises(CheckpointError, match=r"format version 3.* reads versions 1") as caught:
-        read(file)
-    assert type(caught.value) is CheckpointError
+    for version in (1, 3):
+        change(file, lambda f, version=version: f.attrs.modify("format_version", version))
+        words = rf"format version {version}, .* reads only version 2\. Install the mpistrat that"
+        with pytest.raises(CheckpointError, match=words) as caught:
+            read(file)
+        assert type(caught.value) is CheckpointError

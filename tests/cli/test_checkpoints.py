@@ -277,6 +277,28 @@ def test_verify_of_what_is_no_checkpoint(tmp_path, capsys):
     assert "There is no checkpoint" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("version", [1, 3])
+def test_a_checkpoint_of_another_version(file, tmp_path, capsys, version):
+    with h5py.File(file, "r+") as opened:
+        opened.attrs.modify("format_version", version)
+    words = f"{file} has format version {version}, but this mpistrat reads only version 2"
+    for path in (file, str(tmp_path)):
+        assert main(["verify", path]) == 1
+        captured = capsys.readouterr()
+        assert captured.out.startswith(f"{file}: DAMAGED")
+        assert words in captured.out
+        assert captured.err == ""
+    assert main(["verify", "--json", file]) == 1
+    verdict = json.loads(capsys.readouterr().out)[file]
+    assert verdict["sound"] is False
+    assert words in verdict["error"]
+    for command in (["inspect", file], ["diff", file, file]):
+        assert main(command) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert words in captured.err
+
+
 def test_diff_of_equal_files(file, tmp_path, capsys):
     modes = {"aggregation": "SUM", "synchronization": "ON_READ", "trainable": True}
     other = write(tmp_path / "other.h5", step=4, **modes)

@@ -125,7 +125,8 @@ def test_a_rank_that_does_not_come(explain):
     _, _, others = text.partition("What the other ranks did last:\n")
     (title, row) = others.splitlines()
     assert title.endswith("record written because")
-    assert row.split()[:3] == ["2", "0:", "all_reduce"]
+    assert row.split()[:2] == ["2", "0:"]
+    assert 'all_reduce("sum"' in row
     assert row.endswith("signal SIGUSR2")
 
 

@@ -184,6 +184,11 @@ def assert_nothing_is_left(folder):
     assert not [name for name in os.listdir("/dev/shm") if "mpistrat" in name]
 
 
+def squeezed(text):
+    """Return `text` with single spaces: the columns of a table are as wide as their entries."""
+    return re.sub(" +", " ", text)
+
+
 def check_output(case, text: str, head: str = PRELUDE):
     """Assert that `text`, said of the program after `head`, holds all that is expected."""
     lines = (head + case.program).split("\n")
@@ -192,7 +197,7 @@ def check_output(case, text: str, head: str = PRELUDE):
     for text_part in case.expected:
         for name, place in places.items():
             text_part = text_part.replace(f"<{name}>", place)
-        assert text_part in text, f"{text_part!r} is not in:\n{text}"
+        assert text_part in squeezed(text), f"{text_part!r} is not in:\n{text}"
 
 
 def check(case, done: Finished):

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from mpistrat.testing import launch
-from tests.programs.running import PRELUDE, ours
+from tests.programs.running import PRELUDE, ours, squeezed
 
 pytestmark = pytest.mark.launches
 
@@ -21,7 +21,7 @@ def fail(tmp_path, program, ranks=3, limit_s=20, **variables):
     text = ours(result.stderr)
     assert text.count("\n") < 40, result.stderr
     assert text.count("Traceback") == 1, result.stderr
-    return text
+    return squeezed(text)
 
 
 @pytest.mark.quick
@@ -97,12 +97,12 @@ def test_a_rank_that_leaves_before_its_first_strategy(
     script = tmp_path / "program.py"
     script.write_text(LEAVE.format(imports=imports, leaves_at=leaves_at, comes_at=comes_at))
     result = launch.run([script], ranks, 30)
-    text = ours(result.stderr)
+    text = squeezed(ours(result.stderr))
     assert result.returncode != 0
     assert text.count("Traceback") == 1, text
     assert "CollectiveError: rank 1 ended" in text
     assert "rank 1: ended (left the program) at program.py" in text
-    assert "MPIStrategy begins at program.py:10" in text
+    assert "MPIStrategy(begins) program.py:10" in text
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

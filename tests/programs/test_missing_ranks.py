@@ -88,7 +88,7 @@ WAYS = {
         'raise ZeroDivisionError("the loss is gone")',
         ("rank 1 of 3 failed at <guilty>", "ZeroDivisionError: the loss is gone"),
     ),
-    "ends": ("sys.exit(0)", ("ranks 0, 2: {kind}", "at <call>")),
+    "ends": ("sys.exit(0)", ("ranks 0, 2: {kind}", "<call>")),
 }
 
 
@@ -196,7 +196,7 @@ if rank != 1:
     {call.code}  #> call
 {owner}.{kind}("max", 1)  #> other
 """
-        expected = (f"ranks 0, 2: {call.kind}", f"rank 1: {kind} MAX", "at <call>", "at <other>")
+        expected = (f"ranks 0, 2: {call.kind}", f'rank 1: {kind}("max"', "<call>", "<other>")
         cases.append(Case(call.name, call.program(steps), expected, ranks=3))
     caught = catch_each(cases, tmp_path, 3)
     for case in cases:

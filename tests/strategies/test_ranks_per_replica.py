@@ -1,6 +1,7 @@
 """Replicas that span ranks: who is who, and which ranks act together."""
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -285,7 +286,7 @@ def test_a_rank_that_disagrees_with_its_replica_ends_all(wide, place):
     with pytest.raises(CollectiveError) as caught:
         wide.run(step)
         wide.barrier()
-    assert "rank 1: all_reduce MAX" in str(caught.value)
+    assert re.search(r'rank 1: +all_reduce\("max"', str(caught.value))
     assert "test_ranks_per_replica.py" in str(caught.value)
     with pytest.raises(CollectiveError):
         wide.reduce("sum", 1)

@@ -114,7 +114,7 @@ def test_it_mentions_what_it_is_about(name, said):
 def test_the_error_names_the_lines_of_the_two_calls():
     program = ROOT / "tools" / "pictures" / "programs" / "evaluate_mpistrat.py"
     lines = program.read_text().splitlines()
-    named = re.findall(r"rank \d: (\w+)[^:]* at evaluate_mpistrat\.py:(\d+)", words_of("error"))
+    named = re.findall(r"rank \d: (\w+)[^:]* evaluate_mpistrat\.py:(\d+)", words_of("error"))
     assert len(named) == 2
     for call, number in named:
         assert f"strategy.{call}(" in lines[int(number) - 1]

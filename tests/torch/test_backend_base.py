@@ -1,5 +1,7 @@
 """The operations again, in groups whose tensors of another device have another backend."""
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -113,36 +115,36 @@ def calls_of(backend, rank, size):
     parts = [own] * size
     root = rank == 0
     return {
-        "all_reduce SUM": lambda: backend.allreduce([own], c10d.AllreduceOptions()),
-        "all_reduce_coalesced SUM": lambda: backend.allreduce_coalesced(
+        'all_reduce("sum"': lambda: backend.allreduce([own], c10d.AllreduceOptions()),
+        'all_reduce_coalesced("sum"': lambda: backend.allreduce_coalesced(
             [own, whole], c10d.AllreduceCoalescedOptions()
         ),
-        "broadcast rank 0": lambda: backend.broadcast([own], c10d.BroadcastOptions()),
-        "reduce SUM": lambda: backend.reduce([own], c10d.ReduceOptions()),
-        "gather rank 0": lambda: backend.gather(
+        "broadcast(rank 0": lambda: backend.broadcast([own], c10d.BroadcastOptions()),
+        'reduce("sum"': lambda: backend.reduce([own], c10d.ReduceOptions()),
+        "gather(rank 0": lambda: backend.gather(
             [parts] if root else [], [own], c10d.GatherOptions()
         ),
-        "scatter rank 0": lambda: backend.scatter(
+        "scatter(rank 0": lambda: backend.scatter(
             [own], [parts] if root else [], c10d.ScatterOptions()
         ),
-        "all_gather float32": lambda: backend.allgather([parts], [own], c10d.AllgatherOptions()),
-        "all_gather_into_tensor float32": lambda: backend.all_gather_single(
+        "all_gather(float32": lambda: backend.allgather([parts], [own], c10d.AllgatherOptions()),
+        "all_gather_into_tensor(float32": lambda: backend.all_gather_single(
             whole, own, c10d.AllgatherOptions()
         ),
-        "all_gather_into_tensor_coalesced float32": lambda: backend.all_gather_single_coalesced(
+        "all_gather_into_tensor_coalesced(float32": lambda: backend.all_gather_single_coalesced(
             [whole], [own], c10d.AllgatherOptions()
         ),
-        "reduce_scatter SUM": lambda: backend.reduce_scatter(
+        'reduce_scatter("sum"': lambda: backend.reduce_scatter(
             [own], [parts], c10d.ReduceScatterOptions()
         ),
-        "reduce_scatter_tensor SUM": lambda: backend.reduce_scatter_single(
+        'reduce_scatter_tensor("sum"': lambda: backend.reduce_scatter_single(
             own, whole, c10d.ReduceScatterOptions()
         ),
-        "reduce_scatter_tensor_coalesced SUM": lambda: backend.reduce_scatter_single_coalesced(
+        'reduce_scatter_tensor_coalesced("sum"': lambda: backend.reduce_scatter_single_coalesced(
             [own], [whole], c10d.ReduceScatterOptions()
         ),
-        "all_to_all float32": lambda: backend.alltoall(parts, parts, c10d.AllToAllOptions()),
-        "all_to_all_single float32": lambda: backend.all_to_all_single(
+        "all_to_all(float32": lambda: backend.alltoall(parts, parts, c10d.AllToAllOptions()),
+        "all_to_all_single(float32": lambda: backend.all_to_all_single(
             whole, whole, [], [], c10d.AllToAllOptions()
         ),
     }
@@ -163,7 +165,7 @@ def test_ranks_agree_before_the_backend_of_the_other_device(rank, size, monkeypa
         calls = calls_of(backend, rank, size)
         assert calls[kind]().wait()
         if size > 1:
-            words = rf"torch\.{kind}.* at test_backend_base.py(.*\n)+.*torch.barrier"
+            words = rf"torch\.{re.escape(kind)}.*  test_backend_base.py(.*\n)+.*torch.barrier"
             with pytest.raises(CollectiveMismatchError, match=words):
                 dist.barrier(group=group) if rank else calls[kind]()
         dist.destroy_process_group(group)

@@ -1,7 +1,7 @@
 """Format version 2, kept as a file: each later version of mpistrat must read it.
 
-``files/v2_tensors.h5`` was written once, by `write_golden`. It is never written again: a change of
-the format gets its own number and file.
+``files/v2_tensors.h5`` was written by `write_golden`. From the first release on it is never written
+again: a change of the format gets its own number and file.
 """
 
 import json

@@ -81,7 +81,7 @@ def test_ranks_that_differ_fail(strategy, record, rank, size, others):
     assert entry["state"] == "failed"
     assert entry["agreed_ns"] == 0
     assert f"float64 ({2 if others else 3},)" in entry["details"]
-    assert "disagree" in channel["closed"]
+    assert "different collective calls" in channel["closed"]
 
 
 def test_learning_rates_are_in_the_record(strategy, record):
