@@ -14,7 +14,7 @@ def main(given: Sequence[str] | None = None) -> int:
     """Run the benchmark that the arguments name, and return the exit code. **Collective**."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
-        description="Measure the package beside its peers. Start it under mpirun or srun.",
+        description="Measure the package, compared with its peers. Start it under mpirun or srun.",
     )
     parser.add_argument(
         "what",

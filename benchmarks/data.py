@@ -55,7 +55,7 @@ def _tables(strategy: Strategy, folder: Path, choices: Choices) -> Mapping[str, 
 
 BENCHMARK = replace(
     PLAIN,
-    summary="passes over HDF5 files of images, beside h5py, PyTorch, LMDB and ArrayRecord",
+    summary="epochs of HDF5 files of images, compared with h5py, PyTorch, LMDB and ArrayRecord",
     measure=measure,
     tables=(*PLAIN.tables, LAYOUTS, WINDOWS_TABLE, MAPS),
 )

@@ -199,8 +199,8 @@ def require_scope_of_several(what: str) -> None:
         raise ValueError(
             f"{what} was created outside of strategy.scope(), so it belongs to one rank, but it is "
             f"used inside strategy.run of {frame.strategy!r}, where each of "
-            f"{frame.strategy.num_replicas_in_sync} replicas would go its own way. Create it in "
-            'the scope: "with strategy.scope():".'
+            f"{frame.strategy.num_replicas_in_sync} replicas would change its own copy. Create it "
+            'in the scope: "with strategy.scope():".'
         )
 
 
@@ -289,7 +289,7 @@ class Scope(ContextDecorator, Generic[S]):
         elif is_closed:
             return  # it was removed with an outer context
         else:
-            what = "in another thread than it was entered in, or after a context around it"
+            what = "in a different thread than it was entered in, or after a context around it"
         raise ContextError(
             f"The scope of {self._strategy!r} was left {what}. Leave scopes in the reverse order "
             "in which they were entered. A generator that yields inside a scope keeps it open "

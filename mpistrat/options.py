@@ -259,7 +259,7 @@ class InputOptions:
     def __post_init__(self) -> None:
         if self.experimental_place_dataset_on_device:
             raise NotImplementedError(
-                "experimental_place_dataset_on_device=True is not supported: data sets live "
+                "experimental_place_dataset_on_device=True is not supported: datasets live "
                 "in host memory, and batches are fetched to the device "
                 "(experimental_prefetch_to_device=True)."
             )

@@ -71,34 +71,46 @@ class RefusedOperators:
         def __eq__(self, other: object) -> bool:
             # Without this, a comparison with a number would silently be False.
             if isinstance(other, numbers.Number | RefusedOperators) or hasattr(other, "dtype"):
-                raise TypeError(self._why_no_array("=="))
+                raise TypeError(self._why_no_array("The operator =="))
             return NotImplemented
 
         __hash__ = object.__hash__
 
 
-_BINARY = (
-    *("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "divmod", "pow"),
-    *("lshift", "rshift", "and", "or", "xor"),
+_ARITHMETIC = "add + sub - mul * matmul @ truediv / floordiv // mod % pow ** lshift << rshift >> "
+_ARITHMETIC += "and & or | xor ^"
+_OTHERS = "neg - pos + invert ~ lt < le <= gt > ge >= contains in"
+_BINARY = dict(zip(_ARITHMETIC.split()[::2], _ARITHMETIC.split()[1::2], strict=True))
+_SYMBOLS = {
+    **{f"{letter}{name}": _BINARY[name] for name in _BINARY for letter in ("", "r")},
+    **{f"i{name}": f"{_BINARY[name]}=" for name in _BINARY},
+    **dict(zip(_OTHERS.split()[::2], _OTHERS.split()[1::2], strict=True)),
+}
+_FUNCTIONS = (
+    *("abs", "divmod", "bool", "int", "float", "complex", "round", "len", "iter"),
+    *("floor", "ceil", "trunc"),
 )
-_OPERATORS = (
-    *(f"{letter}{name}" for name in _BINARY for letter in ("", "r", "i") if name != "divmod"),
-    *("divmod", "rdivmod", "neg", "pos", "abs", "invert", "lt", "le", "gt", "ge"),
-    *("bool", "int", "float", "complex", "index", "round", "floor", "ceil", "trunc"),
-    *("len", "iter", "contains", "getitem", "setitem", "delitem"),
-)
+_OPERATORS = {
+    **{name: f"The operator {symbol}" for name, symbol in _SYMBOLS.items()},
+    **{name: f"{name}()" for name in _FUNCTIONS},
+    "rdivmod": "divmod()",
+    "index": "An index",
+    "getitem": "Indexing",
+    **dict.fromkeys(("setitem", "delitem"), "Item assignment"),
+}
+"""Words of messages for the methods of operators, by name without underscores."""
 
 
-def _refusal(name: str) -> Callable[..., Any]:
+def _refusal(name: str, what: str) -> Callable[..., Any]:
     def refuse(self: RefusedOperators, *_: object) -> Any:
-        raise TypeError(self._why_no_array(name))
+        raise TypeError(self._why_no_array(what))
 
     refuse.__name__ = name
     return refuse
 
 
-for _operator in _OPERATORS:
-    setattr(RefusedOperators, f"__{_operator}__", _refusal(f"__{_operator}__"))
+for _operator, _what in _OPERATORS.items():
+    setattr(RefusedOperators, f"__{_operator}__", _refusal(f"__{_operator}__", _what))
 
 
 T = TypeVar("T")
@@ -145,8 +157,8 @@ class DistributedValues(Generic[T_co]):
         component = self._own()
         if isinstance(component, Ragged):
             raise TypeError(
-                "A Ragged is no array: its rows differ in length. Take its values and row_splits, "
-                "which are arrays."
+                "A Ragged is not an array: its rows differ in length. Use its values and "
+                "row_splits, which are arrays."
             )
         return np.array(host_result(component), dtype=dtype, copy=copy)
 
@@ -202,16 +214,18 @@ class PerReplica(RefusedOperators, DistributedValues[T_co]):
             expected = self._num_here.get()
             if expected != 1:
                 raise ValueError(
-                    f"{self!r} holds 1 component, but this rank has {expected} replicas. Let "
-                    "strategy.run or experimental_distribute_values_from_function make it."
+                    f"{self!r} holds 1 component, but this rank has {expected} replicas. Use a "
+                    "value that strategy.run or experimental_distribute_values_from_function "
+                    "returns."
                 )
             return self._component
         position = turn()
         if position is None:
             if len(self._components) > 1:
                 raise ValueError(
-                    f"{self!r} holds the components of {len(self._components)} replicas, but one "
-                    "is asked for here. Use it in a function given to strategy.run, or its values."
+                    f"{self!r} holds the components of {len(self._components)} replicas, but only "
+                    "one is needed here. Use it in a function that you pass to strategy.run, or "
+                    "use its values."
                 )
             position = 0
         return self._components[position]
@@ -222,7 +236,7 @@ class PerReplica(RefusedOperators, DistributedValues[T_co]):
     def _why_no_array(self, what: str) -> str:
         """Return the error message for `what`, which was called outside of `Strategy.run`."""
         return (
-            f"{what} was given a PerReplica: forgot strategy.run? A PerReplica has one part per "
+            f"{what} got a PerReplica: forgot strategy.run? A PerReplica has one part per "
             "replica. Use strategy.reduce(op, value) to combine the parts, "
             "strategy.run(fn, args=(value,)) to compute with each, or numpy.asarray(value) for "
             "this rank's part."

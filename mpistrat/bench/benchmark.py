@@ -109,6 +109,13 @@ class Table:
     """Name of the rows in the JSON."""
     title: str = ""
     """Line above the table, if a benchmark has several tables."""
+    more_columns: tuple[Column, ...] = ()
+    """Columns that are only shown on request."""
+
+    @property
+    def all_columns(self) -> tuple[Column, ...]:
+        """All columns, those that are shown on request last."""
+        return self.columns + self.more_columns
 
 
 class _Picture(Protocol):

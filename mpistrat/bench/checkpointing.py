@@ -284,7 +284,7 @@ def _touch(path: Path) -> None:
 
 BENCHMARK = Benchmark(
     "checkpoint",
-    "saving and restoring in the current folder, beside plain h5py and safetensors",
+    "saving and restoring in the current folder, compared with plain h5py and safetensors",
     measure,
     (
         Table(

@@ -237,14 +237,14 @@ def _row(name: str, num_read: int, num_examples: int, timings: Timings) -> Row:
 
 BENCHMARK = Benchmark(
     "data",
-    "passes over HDF5 files of images, beside h5py",
+    "epochs of HDF5 files of images, compared with h5py",
     measure,
     (
         Table(
             (
                 Column.text("read by", "what"),
                 Column("examples / s", lambda row: f"{row['examples_per_s']:,.0f}"),
-                Column.time("one pass", "pass_s"),
+                Column.time("one epoch", "pass_s"),
                 Column.ratio("rate / scan of the same file", "rate_over_scan"),
             )
         ),

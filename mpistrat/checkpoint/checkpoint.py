@@ -103,12 +103,13 @@ class Checkpoint(Trackable):
         super().__init__()
         if unnamed:
             raise TypeError(
-                "Checkpoint takes objects by name, which is the first part of their paths in the "
-                f"file, but got {brief(unnamed[0])} without one. Write Checkpoint(name=object)."
+                "Checkpoint needs a name for each object, which is the first part of their paths "
+                f"in the file, but got {brief(unnamed[0])} without one. Write "
+                "Checkpoint(name=object)."
             )
         for name, each in objects.items():
             if name in _OWN_ATTRIBUTES:
-                raise ValueError(f"{name!r} cannot name an object. Use another name.")
+                raise ValueError(f"{name!r} cannot name an object. Use a different name.")
             setattr(self, name, each)
 
     @collective(_WHAT, of=lambda checkpoint: _ranks(checkpoint, _WHAT))
@@ -221,7 +222,8 @@ class Checkpoint(Trackable):
             return
         if hasattr(type(self), name):
             raise ValueError(
-                f"{name!r} is a method of Checkpoint and cannot name an object. Use another name."
+                f"{name!r} is a method of Checkpoint and cannot name an object. Use a different "
+                "name."
             )
         check_can_hold_state(name, value)
         self._attach_child(name, value)

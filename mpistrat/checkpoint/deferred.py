@@ -78,7 +78,7 @@ class StateLoading:
                 "state that they had:\n"
                 + "\n".join(lines)
                 + "\nThese may hold a part of the old state "
-                "and a part of the new one: make them again. All others are as before."
+                "and a part of the new one: create them again. All others are unchanged."
             ) from (reason or first)
 
     def _refusal(self, name: str, reason: Exception) -> str:
@@ -95,9 +95,9 @@ class StateLoading:
                 each.load_state_dict(self._state_of(name, each))
             except Exception as reason:
                 raise CheckpointMismatchError(
-                    f"{self._refusal(name, reason)} It may hold a part of its old state and a part "
-                    "of the new one: make it again. Objects with state_dict() have been restored, "
-                    "variables have not."
+                    f"{self._refusal(name, reason)} It may hold a part of its old state and a "
+                    "part of the new one: create it again. Objects with state_dict() have been "
+                    "restored, variables have not."
                 ) from reason
 
 

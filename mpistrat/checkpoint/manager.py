@@ -166,7 +166,7 @@ class CheckpointManager(Hinted):
             if asynchronous and parallel:
                 raise ValueError(
                     "A CheckpointManager saves with asynchronous=True or with parallel=True, not "
-                    "with both: in the background rank 0 writes alone."
+                    "with both: in the background only rank 0 writes."
                 )
             check_drift_option(drift)
             call.agree(self._given, max_to_keep, keep_every_n_hours, asynchronous, parallel, drift)

@@ -174,7 +174,7 @@ def read_names(node: Any, name: str) -> list[str] | None:
     if found is None and not h5py().h5a.exists(node, name.encode()):
         return None
     if not isinstance(stored, h5py().h5t.TypeStringID) or len(found.shape) != 1:
-        raise ValueError(f"the attribute {name} is no list of names")
+        raise ValueError(f"the attribute {name} is not a list of names")
     if stored.is_variable_str():
         return None
     return [each.decode() for each in _read(found, stored, found.shape).tolist()]

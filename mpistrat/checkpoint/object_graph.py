@@ -216,7 +216,7 @@ def check_can_hold_state(path: str, child: object) -> None:
     raise TypeError(
         f"A checkpoint cannot save {path!r}, a {type(child).__name__}: it takes variables, "
         "optimizers, metrics, datasets, random generators, PyTorch's modules, and dicts and lists "
-        "of them. Wrap a number or an array as ms.Variable(...), or give an object with "
+        "of them. Wrap a number or an array as ms.Variable(...), or pass an object with "
         "state_dict() and load_state_dict() that holds it."
     )
 

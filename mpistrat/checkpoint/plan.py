@@ -284,9 +284,9 @@ def check_drift_option(drift: object) -> None:
 @functools.cache
 def _warn_of_root(what: str) -> None:
     _logger.warning(
-        "%s outside of any strategy writes on rank 0 alone, because all ranks would write the same "
+        "%s outside of any strategy writes on rank 0 only, because all ranks would write the same "
         "file, and the other ranks do not wait for it. Call it in the scope of a strategy, where "
-        "they wait, and which checks that the ranks agree. For a file of each rank use "
+        "the ranks wait and mpistrat checks that they agree. To write one file per rank, use "
         "MPIStrategy(comm=MPI.COMM_SELF).",
         what,
     )
@@ -372,7 +372,7 @@ def _collectives_for(tree: Tree, what: str) -> Collectives:
     if alone:
         raise CheckpointError(
             f"{what}: {alone} are PerReplicaState, but it is unknown to which strategy's replicas "
-            "they belong, as this is outside of every scope. Save them in the scope of their "
+            "they belong, because no scope is entered. Save them in the scope of their "
             'strategy: "with strategy.scope():".'
         )
     if world is None:
@@ -411,7 +411,7 @@ def _check_savable(tree: Tree) -> None:
         if not is_storable(variable.dtype):
             raise TypeError(
                 f"A checkpoint cannot save the variable {name!r}: HDF5 has no type for its dtype "
-                f"{variable.dtype}. Keep a float32 variable beside it, and save that."
+                f"{variable.dtype}. Keep a float32 copy in a second variable and save that one."
             )
 
 
@@ -468,8 +468,8 @@ def _warn_if_unconnected(what: str, path: str) -> None:
     warn_once(
         f"{what} saves the state of process {task} of {tasks} that {launcher} started, to "
         f"{path!r}. MPI does not connect them, so nothing compares their states, and each process "
-        "that saves to one path replaces the file. Start the program by mpistrat run, mpiexec or "
-        "srun --mpi=..., save on process 0 only, or give each process its own path.",
+        "that saves to one path replaces the file. Start the program with mpistrat run, mpiexec "
+        "or srun --mpi=..., save on process 0 only, or use a different path in each process.",
         key="unconnected",
     )
 

@@ -184,9 +184,9 @@ class PreemptionCheckpointHandler:
         """Warn once, while the program can still be fixed, that its step will be missing."""
         if not self._has_warned and self._collectives.rank == 0:
             _logger.warning(
-                "If this job is preempted, its checkpoint is numbered after the last file, because "
-                "the program's step is not known. Give save_checkpoint_if_preempted(step), or the "
-                "manager a step_counter."
+                "If this job is preempted, its checkpoint is numbered after the last file, "
+                "because the program's step is not known. Call "
+                "save_checkpoint_if_preempted(step), or pass a step_counter to the manager."
             )
         self._has_warned = True
 
@@ -199,7 +199,7 @@ class PreemptionCheckpointHandler:
 
 def _checked_signals(signals: Any) -> list[signal.Signals]:
     if threading.current_thread() is not threading.main_thread():
-        raise ValueError(f"{_WHAT} must be made in the main thread, which alone gets signals.")
+        raise ValueError(f"{_WHAT} must be created in the main thread: only it gets signals.")
     if isinstance(signals, str) or not isinstance(signals, Iterable):
         raise TypeError(f"signals must be a sequence of signal.Signals, not {signals!r}.")
     checked: list[signal.Signals] = []

@@ -205,9 +205,9 @@ class SharedFile:
                 _read_own(handle, self._extents[name], variable)
             except OSError as reason:
                 raise CheckpointError(
-                    f"The checkpoint {self.path} was whole a moment ago, but {name} cannot be read "
-                    f"any more: {reason}. Some variables have their new values and others do not: "
-                    "restore another checkpoint before you go on."
+                    f"The checkpoint {self.path} was intact a moment ago, but {name} can no longer "
+                    f"be read: {reason}. Some variables have their new values and others do not. "
+                    "Restore a different checkpoint before you continue."
                 ) from reason
 
         if self.in_place:
@@ -494,9 +494,9 @@ def read_components(
         arithmetic = reader.header.arithmetic
         if collectives.arithmetic and arithmetic not in ("", collectives.arithmetic):
             _logger.warning(
-                "Checkpoint %s was written by ranks with other arithmetic (%s, here %s): from here "
-                "on the bits may differ from those of that job. Use the same type of CPU and the "
-                "same OPENBLAS_NUM_THREADS (mpistrat run: --threads).",
+                "Checkpoint %s was written by ranks with different arithmetic (%s, here %s), so "
+                "the bits may differ from now on. Use the same type of CPU and the same "
+                "OPENBLAS_NUM_THREADS (mpistrat run: --threads) as that job.",
                 *(file.path, arithmetic, collectives.arithmetic),
             )
         # With a different number of replicas, the components belong to none of today's replicas.

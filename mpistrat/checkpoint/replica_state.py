@@ -18,6 +18,7 @@ from mpistrat.checkpoint.object_graph import Stateful, split_object, state_adapt
 from mpistrat.checkpoint.state_json import SplitState, dump_json, join_state, load_json
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.layout import Layout
+from mpistrat.system.text import counted
 from mpistrat.values import PerReplica
 from mpistrat.variables import Variable
 
@@ -112,7 +113,7 @@ class PerReplicaState:
             if self._reshard is None:
                 raise ValueError(
                     f"it was saved by {len(states)} replicas, but there are {self._num_replicas}, "
-                    "and PerReplicaState was given no reshard function"
+                    "and PerReplicaState has no reshard function"
                 )
             found = len(states)
             # On every rank with the states of all replicas: each rank then takes its own states
@@ -132,8 +133,8 @@ class PerReplicaState:
         is_shared = of_all * layout.ranks_per_replica > layout.num_ranks
         if len(own) != len(self._targets) or (is_shared and not self._is_distributed):
             raise ValueError(
-                f"{self!r} is the state of {len(self._targets)} object(s), but this rank has "
-                f"{len(own)} of the {of_all} replicas. Give PerReplicaState what strategy."
+                f"{self!r} is the state of {counted(len(self._targets), 'object')}, but this rank "
+                f"has {len(own)} of the {of_all} replicas. Pass the PerReplica that strategy."
                 "experimental_distribute_values_from_function returns, with an object for each "
                 "replica; or use ReplicaContext.rng for random numbers, or a SyncOnRead variable."
             )

@@ -134,7 +134,7 @@ def _find_sound(directory: str) -> str | None:
 
 def warn_of_damage(error: CheckpointError) -> None:
     """Log that a checkpoint is skipped because of `error`."""
-    _logger.warning("Passing over a checkpoint that is not sound. %s", error)
+    _logger.warning("Skipping a checkpoint that is not intact. %s", error)
 
 
 def warn_of_future(entries: Sequence[Entry], now_s: float) -> None:
@@ -142,9 +142,9 @@ def warn_of_future(entries: Sequence[Entry], now_s: float) -> None:
     names = [os.path.basename(each.path) for each in entries if each.created_s > now_s + _SKEW_S]
     if names:
         _logger.warning(
-            "By the clock of this node, checkpoints in %s come from the future: %s. A clock was "
-            "wrong when they were written, or is wrong now. They count as older than what is "
-            "saved from now on, and newer than the other files that are there.",
+            "By the clock of this node, checkpoints in %s are from the future: %s. A clock was "
+            "wrong when they were written, or is wrong now. They count as older than the next "
+            "checkpoints, and as newer than the other files.",
             os.path.dirname(entries[0].path),
             ", ".join(names),
         )

@@ -35,7 +35,7 @@ class Contents:
         tops = {path.partition("/")[0] for path in (*self.groups, *self.datasets)}
         others = tops - roots - optional
         if others:
-            raise ValueError(f"{', '.join(sorted(others))} does not belong into a checkpoint")
+            raise ValueError(f"{', '.join(sorted(others))} does not belong in a checkpoint")
         for root in sorted(roots):
             if root not in self.groups:
                 raise KeyError(f"there is no group {root}")
@@ -80,7 +80,7 @@ def survey(file: Any) -> Contents:
             elif isinstance(node, h5.h5d.DatasetID):
                 contents.datasets[path] = node
             else:
-                contents.problems.append(f"{path} is neither a group nor a data set")
+                contents.problems.append(f"{path} is neither a group nor a dataset")
     return contents
 
 
@@ -88,8 +88,8 @@ def _problem_of_link(found: Any, name: str, depth: int) -> str:
     if not is_path_part(name):
         return "has a name that no object can have"
     if found.type != h5py().h5l.TYPE_HARD:
-        return "is a link to another place, which is never followed"
-    return f"lies below {DEEPEST} groups" if depth > DEEPEST else ""
+        return "is a link, and links are never followed"
+    return f"is nested in more than {DEEPEST} groups" if depth > DEEPEST else ""
 
 
 _HARMLESS_BYTES = 2**28
@@ -112,7 +112,7 @@ def check_layout(dataset: Any, item_bytes: int, file_bytes: int) -> int:
     properties = dataset.get_create_plist()
     layout = properties.get_layout()
     if layout == h5py().h5d.VIRTUAL or properties.get_external_count():
-        raise ValueError("its values lie in other files, which are never opened")
+        raise ValueError("its values are stored in other files, which are never opened")
     of_chunk = properties.get_chunk() if layout == h5py().h5d.CHUNKED else ()
     if of_chunk:
         chunks = [-(-length // part) for length, part in zip(shape, of_chunk, strict=True)]
@@ -133,8 +133,8 @@ def _check_filters(filters: list[tuple[int, str]]) -> None:
     if numbers != sorted(set(numbers) & set(known), key=known.index):
         raise ValueError(
             f"its values went through the filters {', '.join(name for _, name in filters)}, but "
-            "of a file that may come from anywhere only shuffle, deflate and fletcher32 are "
-            f"reversed, in this order. Rewrite it where you trust it: {_REPACK}"
+            "in a file of unknown origin mpistrat decodes only shuffle, deflate and fletcher32, in "
+            f"this order. If you trust the file, rewrite it: {_REPACK}"
         )
 
 

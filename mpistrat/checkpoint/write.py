@@ -95,7 +95,7 @@ class Room:
         handle = self.open(flags)
         if handle is None:
             raise CheckpointError(
-                f"The checkpoint {self.path} cannot be written: another rank has made "
+                f"The checkpoint {self.path} cannot be written: a different rank has created "
                 f"{self.temporary}, but this rank does not see it. Save to a folder that all nodes "
                 "share."
             )
@@ -152,8 +152,9 @@ class Room:
         if functools.reduce(operator.xor, (each.parity for each in parts), whole.parity):
             raise CheckpointError(
                 f"The checkpoint {self.path} cannot be written by all ranks together: the file "
-                f"does not hold what they have written of {name}. This file system does not show "
-                "all nodes the same. Save to another one. What was there before is unchanged."
+                f"does not contain the values of {name} that they have written. On this file "
+                "system, nodes do not see each other's writes. Save to a different one. The "
+                "previous file, if any, is unchanged."
             )
 
     def _take_over(self, writer: CheckpointWriter, name: str, rank: int, written: Written) -> None:

@@ -92,8 +92,8 @@ class Writers:
             return
         raise CheckpointError(
             f"The checkpoint {path} cannot be written by {self}: {other} of this job have written "
-            "it, and one would replace what the other has saved. Give each strategy its own path, "
-            "or remove the file first. It is unchanged."
+            "it, and their values would be lost. Use a different path for each strategy, or remove "
+            "the file first. It is unchanged."
         )
 
     @contextlib.contextmanager
@@ -319,7 +319,7 @@ class CheckpointWriter:
         """
         array = item.array
         if array is None:
-            raise RuntimeError(f"the values of {item.path} have not come to the rank that writes")
+            raise RuntimeError(f"the values of {item.path} have not reached the rank that writes")
         with explaining(self._path):
             if item.group == STATE:
                 self._write_text(item, host_view(array))
@@ -452,7 +452,7 @@ def explaining(path: str | os.PathLike[str]) -> Iterator[None]:
         text = hdf5.error_text(reason)
         raise CheckpointError(
             f"The checkpoint {os.fspath(path)} cannot be written: {text}. Check the folder, "
-            "its permissions and the free space; what was there before is unchanged."
+            "its permissions and the free space; a previous file is unchanged."
         ) from reason
 
 

@@ -59,13 +59,13 @@ class _MainParser(argparse.ArgumentParser):
         for group in GROUPS:
             lines += ["", f"{group}:"]
             lines += [f"  {c.name:{width}}  {c.help}" for c in COMMANDS if c.group == group]
-        lines += ["", "mpistrat COMMAND --help has the options of a command.", ""]
+        lines += ["", "mpistrat COMMAND --help describes a command and its options.", ""]
         return "\n".join(lines)
 
 
 _DESCRIPTION = (
-    "Start programs on several MPI ranks, look at their checkpoints and data, and find",
-    "out why a job fails or is slow. --version prints the version.",
+    "Start programs on several MPI ranks, inspect their checkpoints and data, and find out",
+    "why a job fails or is slow. --version prints the version.",
 )
 
 
@@ -112,7 +112,7 @@ def _complete(arguments: argparse.Namespace) -> int:
     return 0
 
 
-_FILES = {"FILE", "PATH", "PNG", "PROGRAM"}
+_FILES = {"A", "B", "FILE", "PATH", "PNG", "PROGRAM"}
 _FOLDERS = {"DIR"}
 """Placeholders of arguments that are files, and of those that are folders."""
 
@@ -136,8 +136,8 @@ _COMPLETION = Command(
     _complete,
     "other",
     """\
-Let the Tab key complete commands, options and file names. The script is loaded by the shell
-when it starts. It needs the package shtab (pip install shtab).
+Let the Tab key complete commands, options and file names. The shell loads the script when it
+starts. This needs the package shtab (pip install shtab).
 
   mpistrat completion bash > ~/.local/share/bash-completion/completions/mpistrat
   mpistrat completion zsh > ~/.zfunc/_mpistrat        (a folder of $fpath)

@@ -18,6 +18,7 @@ from mpistrat.cli.output import (
     print_table,
 )
 from mpistrat.errors import LaunchError
+from mpistrat.system.text import counted
 
 if TYPE_CHECKING:
     from mpistrat.bench.benchmark import Benchmark, Choices
@@ -44,7 +45,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=int,
         nargs="+",
         metavar="BYTES",
-        help="sizes of the float32 arrays, for benchmarks that sweep over sizes",
+        help="sizes of the float32 arrays, for benchmarks that measure several sizes",
     )
     parser.add_argument(
         "--examples",
@@ -65,6 +66,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="DEVICE",
         help='where the arrays are, such as "gpu" (default: %(default)s)',
     )
+    parser.add_argument("--all", action="store_true", help="show all columns of the tables")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument("--output", type=Path, metavar="FILE", help="also write the JSON to FILE")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="also draw the results into PNG")
@@ -110,7 +112,7 @@ def run_benchmark(benchmark: Benchmark, arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(report)
     else:
-        _print(benchmark, report)
+        _print(benchmark, report, show_all=arguments.all)
     try:
         _write_files(benchmark, report, arguments)
     except OSError as error:
@@ -130,7 +132,7 @@ def _choices(benchmark: Benchmark, arguments: argparse.Namespace) -> Choices:
         raise ValueError(f"--samples must be at least 1, not {arguments.samples}.")
     sizes = tuple(arguments.sizes or ())
     if sizes and not benchmark.sizes:
-        raise ValueError(f"{benchmark.name} does not sweep over sizes: leave out --sizes.")
+        raise ValueError(f"{benchmark.name} does not measure different sizes: leave out --sizes.")
     for size in sizes:
         if size < 4 or size % 4:
             raise ValueError(f"--sizes are bytes of float32 arrays, multiples of 4, not {size}.")
@@ -166,7 +168,7 @@ def _check_files(arguments: argparse.Namespace) -> None:
         check_can_write(path)
 
 
-def _print(benchmark: Benchmark, report: dict[str, Any]) -> None:
+def _print(benchmark: Benchmark, report: dict[str, Any], show_all: bool) -> None:
     print_line(f"{_heading(report)}; medians")
     for table in benchmark.tables:
         rows = report.get(table.key)
@@ -174,8 +176,9 @@ def _print(benchmark: Benchmark, report: dict[str, Any]) -> None:
             continue
         if table.title:
             print_heading(f"{table.title}:")
-        titles = [column.title for column in table.columns]
-        print_table(titles, [[column.format(row) for column in table.columns] for row in rows])
+        columns = table.all_columns if show_all else table.columns
+        titles = [column.title for column in columns]
+        print_table(titles, [[column.format(row) for column in columns] for row in rows])
     for note in report["notes"]:
         print_line(note)
 
@@ -183,8 +186,9 @@ def _print(benchmark: Benchmark, report: dict[str, Any]) -> None:
 def _heading(report: dict[str, Any]) -> str:
     machine = report["machine"]
     return (
-        f"{report['mpi_library']}; {report['num_ranks']} ranks on {report['num_nodes']} node(s) "
-        f"of {machine['cores']} cores ({machine['cpu']}), arrays on {report['device']}"
+        f"{report['mpi_library']}; {counted(report['num_ranks'], 'rank')} on "
+        f"{counted(report['num_nodes'], 'node')} of {counted(machine['cores'], 'core')} "
+        f"({machine['cpu']}), arrays on {report['device']}"
     )
 
 
@@ -200,13 +204,13 @@ def _write_files(
 
 COMMAND = Command(
     "bench",
-    "Time collectives, reading and checkpoints beside mpi4py and h5py.",
+    "Time collectives, reading and checkpoints, compared with mpi4py and h5py.",
     _add_arguments,
     _run,
     "measure",
     """\
-Measure this package on your machine, each time beside plain mpi4py or h5py. Start it under mpiexec
-or srun; the figures are medians.
+Measure this package on your machine, compared with plain mpi4py or h5py. Start it under mpiexec or
+srun. The figures are medians; a speed-up above 1 means that mpistrat is faster.
 
   mpistrat run -n 2 -m mpistrat bench allreduce --sizes 8 1048576
   mpistrat run -n 2 -m mpistrat bench allreduce --device gpu

@@ -7,7 +7,9 @@ import contextlib
 import json
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +37,10 @@ from mpistrat.cli.output import (
 )
 from mpistrat.cli.statistics import draw, numbers_of, summarize
 from mpistrat.errors import CheckpointCorruptError, CheckpointError, DataError
-from mpistrat.system.text import readable_size
+from mpistrat.system.text import counted, readable_size
 
-_COLUMNS = ("variable", "shape", "dtype", "synchronization", "aggregation", "trainable", "size")
+_MODES = ("synchronization", "aggregation")
+"""Columns that only ``--full`` shows, because few users need them."""
 _STATISTICS = ("min", "max", "mean", "nan_count")
 
 
@@ -56,7 +59,9 @@ def _add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
         help="also draw the distribution of each variable into PNG (checkpoints)",
     )
     parser.add_argument(
-        "--full", action="store_true", help="show long state in full, not shortened (checkpoints)"
+        "--full",
+        action="store_true",
+        help="show long state in full, and all facts about variables and the file (checkpoints)",
     )
 
 
@@ -128,15 +133,20 @@ def _print_for_people(file: str, content: dict[str, Any], in_full: bool) -> None
     header = content["attributes"]
     step = "unknown step" if header["step"] < 0 else f"step {header['step']}"
     text = (
-        f"{file}: {step}, {header['created']}, {header['num_replicas']} replica(s), "
-        f"mpistrat {header['mpistrat_version']}, format version {header['format_version']}, "
-        f"MPI library: {header['mpi_library']}"
+        f"{file}: {step}, {_local_time(header['created'])}, "
+        f"{counted(header['num_replicas'], 'replica')}, mpistrat {header['mpistrat_version']}"
     )
+    if in_full:
+        text += f", format version {header['format_version']}, {header['mpi_library']}"
     print_line(on_one_line(text))
     variables: dict[str, dict[str, Any]] = content["variables"]
     if variables:
         shown = [n for n in _STATISTICS if all(n in each for each in variables.values())]
-        print_table((*_COLUMNS, *shown), _rows(variables, tuple(content["state"]), shown))
+        modes = (*(_MODES if in_full else ()), "trainable")
+        print_table(
+            ("variable", "shape", "dtype", *modes, "size", *shown),
+            _rows(variables, tuple(content["state"]), modes, shown),
+        )
     if content["state"]:
         as_text = json.dumps if in_full else in_short
         rows = [(name, as_text(value)) for name, value in content["state"].items()]
@@ -146,30 +156,43 @@ def _print_for_people(file: str, content: dict[str, Any], in_full: bool) -> None
         columns = ("components of replicas", "shape", "dtype", "size")
         print_table(columns, [(name, *_array_cells(each)) for name, each in components.items()])
     size = readable_size(sum(_size_bytes(each) for each in variables.values()))
-    text = f"{len(variables)} variable(s), {size}; {len(content['state'])} with other state"
+    text = f"{counted(len(variables), 'variable')}, {size}"
+    if content["state"]:
+        text += f"; state of {counted(len(content['state']), 'other object')}"
     if components:
-        text += f"; components of {len(components)} variable(s)"
+        text += f"; components of {counted(len(components), 'variable')}"
     print_line(text)
 
 
+def _local_time(created: str) -> str:
+    """Return the time of a header in seconds, in the local time zone."""
+    try:
+        return datetime.fromisoformat(created).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    except (ValueError, OverflowError):  # an attribute of a file, which anything may have written
+        return created
+
+
 def _rows(
-    variables: dict[str, dict[str, Any]], states: tuple[str, ...], shown: list[str]
+    variables: dict[str, dict[str, Any]],
+    states: tuple[str, ...],
+    modes: Sequence[str],
+    shown: list[str],
 ) -> list[list[object]]:
     """Return one row per variable: as a tree on a terminal, with full paths for grep and awk."""
     # Arrays in the state of an object, such as a PyTorch module, have no modes.
     inner = {name for name in variables if name.startswith(tuple(f"{each}/" for each in states))}
     labels = tree_labels(variables) if is_terminal() else ((name, name) for name in variables)
-    blank = [""] * (len(_COLUMNS) - 1 + len(shown))
+
+    def cells(variable: dict[str, Any], is_inner: bool) -> list[object]:
+        shape, dtype, size = _array_cells(variable)
+        of_modes = ["-" if is_inner else variable[key] for key in modes]
+        return [shape, dtype, *of_modes, size, *(_number(variable[key]) for key in shown)]
+
+    blank = [""] * (3 + len(modes) + len(shown))
     return [
-        [label, *(_cells(variables[name], name in inner, shown) if name in variables else blank)]
+        [label, *(cells(variables[name], name in inner) if name in variables else blank)]
         for label, name in labels
     ]
-
-
-def _cells(variable: dict[str, Any], is_inner: bool, shown: list[str]) -> list[object]:
-    modes = ["-" if is_inner else variable[key] for key in _COLUMNS[3:6]]
-    shape, dtype, size = _array_cells(variable)
-    return [shape, dtype, *modes, size, *(_number(variable[key]) for key in shown)]
 
 
 def _array_cells(array: dict[str, Any]) -> tuple[object, object, object]:
@@ -192,10 +215,10 @@ INSPECT = Command(
     "Show the contents of a checkpoint or data file.",
     _add_inspect_arguments,
     _inspect,
-    "look at files",
+    "inspect files",
     """\
-See what a file holds: the variables of a checkpoint with their shapes, step and other state, or
-the fields of an HDF5 data file with advice on a layout that is read faster in shuffled order.
+See what a file contains: the variables of a checkpoint with their shapes, step and other state,
+or the fields of an HDF5 data file with advice on a layout that is read faster in shuffled order.
 It needs neither MPI nor the program that wrote the file.
 
   mpistrat inspect runs/digits/checkpoint-30.h5 --stats
@@ -234,7 +257,7 @@ def _verify(arguments: argparse.Namespace) -> int:
             are_usable = False
             continue
         if verdict is None:
-            print_note("verify", f"{path} is a data file, not a checkpoint, and left out.")
+            print_note("verify", f"{path} was skipped: it is a data file, not a checkpoint.")
             continue
         if not verdict["sound"] and path in in_folders and not os.path.lexists(path):
             continue  # a running job has removed it and keeps a newer one
@@ -299,10 +322,10 @@ def _is_checkpoint(path: Path) -> bool:
 
 def _formatted(file: Path, verdict: dict[str, Any]) -> list[str]:
     if not verdict["sound"]:
-        return [f"{on_one_line(file)}: ", "NOT SOUND", f"\n{verdict['error']}"]
+        return [f"{on_one_line(file)}: ", "DAMAGED", f"\n{verdict['error']}"]
     size = readable_size(verdict["size_bytes"])
-    rest = f", {verdict['num_variables']} variable(s), {size}"
-    return [f"{on_one_line(file)}: ", "sound", rest]
+    rest = f", {counted(verdict['num_variables'], 'variable')}, {size}"
+    return [f"{on_one_line(file)}: ", "ok", rest]
 
 
 VERIFY = Command(
@@ -310,11 +333,12 @@ VERIFY = Command(
     "Check that checkpoints are complete and undamaged.",
     _add_verify_arguments,
     _verify,
-    "look at files",
+    "inspect files",
     """\
-Check that checkpoints are complete and undamaged, as after a full disk, a crash or a copy. Every
-value is read and compared with its digest. The exit code is 1 if a checkpoint is damaged or has
-a format version that this mpistrat does not read, 2 if a file is not a checkpoint.
+Check that checkpoints are complete and undamaged, for example after a full disk, a crash or a
+copy. It reads every value and compares it with its checksum. The exit code is 1 if a checkpoint
+is damaged or has a format version that this mpistrat does not read, 2 if a file is not a
+checkpoint.
 
   mpistrat verify runs/digits
 """,

@@ -24,9 +24,9 @@ from mpistrat.data.hdf5.linked_files import check_virtual_sources
 from mpistrat.data.hdf5.types import READABLE, dtype_of, is_readable
 from mpistrat.data.transformations.shuffle import WINDOW_BYTES, Partitions
 from mpistrat.errors import DataError
-from mpistrat.system.text import readable_size
+from mpistrat.system.text import counted, readable_size
 
-_COLUMNS = ("data set", "shape", "dtype", "layout", "chunk", "filters", "size", "stored")
+_COLUMNS = ("dataset", "shape", "dtype", "layout", "chunk", "filters", "size", "stored")
 
 _WITH_LEVEL = {"gzip", "zstd"}
 
@@ -38,7 +38,7 @@ def inspect_data(arguments: argparse.Namespace) -> int:
     """Print the contents of a data file, and return the exit code."""
     path = arguments.file
     if arguments.stats or arguments.plot:
-        print_error("inspect", f"{path} is no checkpoint: --stats and --plot are for those.")
+        print_error("inspect", f"{path} is not a checkpoint, and --stats and --plot need one.")
         return 2
     try:
         with contextlib.closing(hdf5.open_for_reading(path, DataError)) as file:
@@ -157,11 +157,11 @@ def _print_for_people(path: str, content: dict[str, Any]) -> None:
     if content["damaged"]:
         print_table(("damaged", "reason"), content["damaged"].items())
     size = readable_size(sum(each["bytes"] for each in datasets.values()))
-    print_line(f"{len(datasets)} data set(s), {size}")
+    print_line(f"{counted(len(datasets), 'dataset')}, {size}")
     for line in content["advice"]:
         print_line(f"- {line}")
     if content["h5repack"]:
-        print_line(f"To write it with a better layout:\n{content['h5repack']}")
+        print_line(f"To rewrite it with a better layout:\n{content['h5repack']}")
 
 
 def _row(name: str, dataset: dict[str, Any]) -> list[object]:
@@ -223,7 +223,9 @@ def advice(path: str, datasets: _Described) -> tuple[list[str], str | None]:
             options += ["-f", f"{name}:SHUF", "-f", f"{name}:GZIP=4"]
     lost = [name for name, each in datasets.items() if not _can_be_repacked(name, each)]
     if options and lost:
-        lines.append(f"h5repack would fail at {_names(lost)}, or leave it out: use h5py instead.")
+        lines.append(
+            f"h5repack would fail for {_names(lost)} or leave it out, so use h5py instead."
+        )
     return lines, _command(path, datasets, options) if options and not lost else None
 
 
@@ -231,12 +233,12 @@ def _non_field_advice(datasets: _Described) -> Iterator[str]:
     others = {name: each for name, each in datasets.items() if not each["is_field"]}
     scalars = [name for name, each in others.items() if each["shape"] == []]
     if scalars:
-        yield f"{_names(scalars)} can be read as examples only by a path with *: these are scalars."
+        yield f"{_names(scalars)} can be read as examples only with a * in the path (scalars)."
     unreadable = [name for name, each in others.items() if not each["is_readable"]]
     if unreadable:
         yield (
-            f"{_names(unreadable)} cannot be read as examples: {READABLE}. Other members of a "
-            "compound type can be named."
+            f"{_names(unreadable)} cannot be read as examples: {READABLE}. Fields can name other "
+            "members of a compound type."
         )
 
 
@@ -244,11 +246,11 @@ def _reading_advice(name: str, field: Mapping[str, Any]) -> Iterator[str]:
     if field["unreadable"]:
         yield f"{name} cannot be read here: {field['unreadable']}."
     if field["layout"] == "virtual":
-        yield f"{name} is virtual: HDF5 reads it, in one thread."
+        yield f"{name} is virtual, so HDF5 reads it in one thread."
     if _is_slow(field):
         yield (
-            f"{name} is decoded by HDF5 itself, in one thread. gzip, lzf, zstd, lz4 and blosc "
-            "are decoded in several."
+            f"{name} is decoded by HDF5 in one thread. mpistrat decodes gzip, lzf, zstd, lz4 and "
+            "blosc in several threads."
         )
 
 
@@ -271,13 +273,13 @@ def _chunk_advice(fields: _Described) -> Iterator[str]:
         pieces = math.prod(map(sharding.ceil_div, field["shape"][1:], (field["chunks"] or ())[1:]))
         if pieces > 1 and field["row_bytes"] < _MAX_CHUNK_BYTES:
             yield (
-                f"Each row of {name} lies in {pieces} chunks, which are all read for it. Better "
-                "chunks hold whole rows."
+                f"Each row of {name} is split over {pieces} chunks, and reading it decodes them "
+                "all. Chunks should contain whole rows."
             )
         if field["chunk_bytes"] < _MIN_CHUNK_BYTES and field["num_chunks"] > _MANY_CHUNKS:
             yield (
-                f"A pass over {name} reads {field['num_chunks']} chunks of "
-                f"{readable_size(field['chunk_bytes'])}: finding them costs more than decoding."
+                f"An epoch of {name} reads {field['num_chunks']} chunks of "
+                f"{readable_size(field['chunk_bytes'])}. Finding them takes longer than decoding."
             )
     widest = _widest_field(fields)
     field = fields[widest]
@@ -287,8 +289,9 @@ def _chunk_advice(fields: _Described) -> Iterator[str]:
     in_window = _chunks_in_window(fields)
     if _can_shrink(field) and in_window < min(_MIN_MIXED, sharding.ceil_div(num_rows, rows)):
         yield (
-            f"Chunks of {widest} have {readable_size(field['chunk_bytes'])}: a shuffled pass mixes "
-            f"the rows of {in_window} at a time, so neighbours often stay together."
+            f"Chunks of {widest} have {readable_size(field['chunk_bytes'])}, so a shuffled epoch "
+            f"mixes the rows of only {counted(in_window, 'chunk')} at a time, and neighbours often "
+            "stay together."
         )
     is_large = rows > 1 and field["chunk_bytes"] > _CHUNK_BYTES
     if is_large and _num_partitions(fields) < min(_FEW_PARTITIONS, num_rows):
@@ -297,16 +300,16 @@ def _chunk_advice(fields: _Described) -> Iterator[str]:
         is_kept = other["bytes"] <= WINDOW_BYTES  # once decoded
         if _can_shrink(other) and other["rows_per_chunk"] > 2 * rows and not is_kept:
             yield (
-                f"A chunk of {name} has {other['rows_per_chunk']} rows, one of {widest} {rows}: a "
-                "shuffled pass decodes the first again and again."
+                f"A chunk of {name} has {other['rows_per_chunk']} rows, but a chunk of {widest} "
+                f"has {rows}. A shuffled epoch decodes chunks of {name} many times."
             )
 
 
 def _sharing_advice(fields: _Described) -> Iterator[str]:
     if fields[_widest_field(fields)]["chunks"]:
         yield (
-            f"Shuffled in batches of {_TYPICAL_BATCH}, {_names(fields)} can be read by up to "
-            f"{_num_partitions(fields)} rank(s) with each chunk decoded about once over the job."
+            f"{_names(fields)}: good for up to {counted(_num_partitions(fields), 'rank')} when "
+            f"shuffled in batches of {_TYPICAL_BATCH} (each chunk is decoded about once per epoch)."
         )
 
 

@@ -25,20 +25,33 @@ from mpistrat.cli.output import (
 )
 from mpistrat.cli.statistics import numbers_of, tell_apart
 from mpistrat.errors import CheckpointError
+from mpistrat.system.text import counted
 
 _SHORT = 200
 """JSON of up to this many characters is shown in full."""
+_SHORT_ROWS = 60
+"""JSON of rows with equal keys is shown in full up to this many characters."""
+_MAX_KEYS = 4
+"""Most keys of such rows that are shown."""
 _FEW = 3
 """Up to this many items of a long dict or list are all shown. Otherwise only the first and last."""
 
-_NOUNS = {dict: "dicts", list: "lists", str: "texts", bool: "booleans"} | dict.fromkeys(
+_NOUNS = {dict: "dicts", list: "lists", str: "strings", bool: "booleans"} | dict.fromkeys(
     (int, float), "numbers"
 )
 
 
 def in_short(value: Any) -> str:
-    """Return a JSON value as text. Long lists, dicts and strings show size, first and last."""
+    """Return a JSON value as text. Long lists, dicts and strings show size, first and last.
+
+    A list of dicts with the same keys, such as a history, shows the number of rows and the keys.
+    """
     whole = json.dumps(value)
+    if len(whole) <= _SHORT_ROWS:
+        return whole
+    rows = value["rows"] if isinstance(value, dict) and list(value) == ["rows"] else value
+    if isinstance(rows, list) and (keys := _columns(rows)):
+        return f"{counted(len(rows), 'row')}: {', '.join(keys)}"
     if len(whole) <= _SHORT:
         return whole
     if isinstance(value, list):
@@ -50,8 +63,17 @@ def in_short(value: Any) -> str:
         return _ends("dict", list(value.values()), list(map(_pair, _first_and_last(items))))
     if isinstance(value, str):
         half = _SHORT // 4
-        return f"text of {len(value)} characters: {json.dumps(f'{value[:half]}...{value[-half:]}')}"
+        ends = json.dumps(f"{value[:half]}...{value[-half:]}")
+        return f"string of {len(value)} characters: {ends}"
     return whole
+
+
+def _columns(rows: list[Any]) -> list[str]:
+    """Return the keys that all rows have, at most `_MAX_KEYS`, or an empty list."""
+    keys = list(rows[0]) if rows and isinstance(rows[0], dict) else []
+    if not all(isinstance(row, dict) and list(row) == keys for row in rows):
+        return []
+    return [*keys[:_MAX_KEYS], "..."] if len(keys) > _MAX_KEYS else keys
 
 
 def _first_and_last(items: list[Any]) -> list[Any]:
@@ -87,8 +109,8 @@ def differing_paths(path: str, a: Any, b: Any) -> Iterator[tuple[str, str]]:
 
 
 def _add_diff_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("a", metavar="FILE", help="a checkpoint (a)")
-    parser.add_argument("b", metavar="FILE", help="another checkpoint (b)")
+    parser.add_argument("a", metavar="A", help="a checkpoint")
+    parser.add_argument("b", metavar="B", help="the checkpoint to compare with it")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
@@ -106,11 +128,12 @@ def _diff(arguments: argparse.Namespace) -> int:
         return 1 if rows else 0
     if not rows:
         both = on_one_line(f"{arguments.a} and {arguments.b} are ")
-        print_line(both, "equal", f": {len(names)} path(s)")
+        print_line(both, "equal", f": {counted(len(names), 'path')}")
         return 0
     print_table(("path", "difference"), rows)
     num_differing = len({path for path, _ in rows}.intersection(names))
-    ending = f"{num_differing} path(s) differ between a = {arguments.a} and b = {arguments.b}"
+    differ = f"{counted(num_differing, 'path')} {'differs' if num_differing == 1 else 'differ'}"
+    ending = f"{differ} between a = {arguments.a} and b = {arguments.b}"
     print_line(on_one_line(ending))
     return 1
 
@@ -148,10 +171,10 @@ def _differences(
 ) -> Iterator[str]:
     found = tell_apart(of_a, of_b)
     if found.count:
-        counts = f"{found.count} of {num_elements} element(s)"
+        counts = f"{found.count} of {counted(num_elements, 'element')}"
         yield f"largest difference {found.largest:.6g}, in {counts}"
     elif found.num_other_bits:
-        yield "equal numbers in other bits (signs of zeros, or kinds of NaN)"
+        yield "equal numbers with different bits (signs of zeros, or kinds of NaN)"
 
 
 def _components(a: CheckpointReader, b: CheckpointReader) -> Iterator[tuple[str, str]]:
@@ -200,10 +223,10 @@ DIFF = Command(
     "Show the differences between two checkpoints.",
     _add_diff_arguments,
     _diff,
-    "look at files",
+    "inspect files",
     """\
-Find out which variables and which other state differ between two checkpoints, and by how much:
-of two epochs, of two runs that should be equal, of one run on two clusters. The exit code is 0
+Find out which variables and which other state differ between two checkpoints, and by how much.
+Compare two epochs, two runs that should be equal, or one run on two clusters. The exit code is 0
 if they are equal, 1 if they differ.
 
   mpistrat diff runs/a/checkpoint-30.h5 runs/b/checkpoint-30.h5

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
 from mpistrat.cli.output import Command, print_json, print_line, print_table
+from mpistrat.system.text import counted
+
+if TYPE_CHECKING:
+    from mpistrat.doctor import Report
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument(
+        *("-v", "--verbose"), action="store_true", help="show the details of each line"
+    )
     parser.add_argument(
         "--folder",
         default=".",
@@ -35,19 +43,29 @@ def _run(arguments: argparse.Namespace) -> int:
     marks = {Level.OK: "ok", Level.WARNING: "warning", Level.PROBLEM: "PROBLEM"}
     print_table(
         ("", "what", "seen"),
-        [(marks[each.level], each.topic, each.seen) for each in report.findings],
+        [
+            (marks[each.level], each.topic, each.seen if arguments.verbose else each.brief)
+            for each in report.findings
+        ],
     )
     for each in report.findings:
         if each.level is not Level.OK:
             print_line(
                 marks[each.level], f": {each.topic}: {each.why}\n", (f"  {each.remedy}", "bold")
             )
-    counts = [
-        sum(each.level is level for each in report.findings)
-        for level in (Level.PROBLEM, Level.WARNING)
-    ]
-    print_line(f"{counts[0]} problem(s), {counts[1]} warning(s)")
+    print_line(_verdict(report))
     return code
+
+
+def _verdict(report: Report) -> str:
+    from mpistrat.doctor.facts import Level
+
+    levels = [each.level for each in report.findings]
+    counts = ((Level.PROBLEM, "problem"), (Level.WARNING, "warning"))
+    found = [counted(levels.count(level), noun) for level, noun in counts if level in levels]
+    if report.is_healthy:
+        return f"Ready, with {found[0]}." if found else "Ready."
+    return f"Not ready: {', '.join(found)}."
 
 
 COMMAND = Command(
@@ -55,11 +73,11 @@ COMMAND = Command(
     "Check this installation and this launch, alone or under any launcher.",
     _add_arguments,
     _run,
-    "find faults",
+    "find problems",
     """\
 Check an installation and a launch before a job fails: MPI, launcher, cores and threads, GPUs,
-HDF5, and the folder for checkpoints. Run it as the job will be started. Each problem comes with
-what to type. The exit code is 1 if there is a problem.
+HDF5, and the folder for checkpoints. Run it as the job will be started. It prints a remedy for
+each problem, usually the command to type. The exit code is 1 if there is a problem.
 
   mpistrat doctor
   srun --mpi=pmi2 mpistrat doctor --folder runs

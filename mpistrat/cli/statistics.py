@@ -258,7 +258,7 @@ def draw(reader: CheckpointReader, path: Path) -> str:
     left = len(reader.variables) - len(names)
     if not left:
         return ""
-    return f"{path} shows the {len(names)} largest variables; {left} more have no room."
+    return f"{path} shows the {len(names)} largest variables; {left} more do not fit."
 
 
 def _layer(name: str) -> str:

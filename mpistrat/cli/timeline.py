@@ -32,6 +32,11 @@ from mpistrat.system.text import rank_list
 from mpistrat.tracing.trace import Part, Trace
 
 _COLUMNS = (COMPUTING, *(CATEGORIES[name] for name in ("wait", "move", "data", "checkpoint")))
+_CAUSES = {
+    COMPUTING: "computed {:.3f} s longer",
+    CATEGORIES["data"]: "waited {:.3f} s longer for data",
+    CATEGORIES["checkpoint"]: "spent {:.3f} s longer on checkpoints",
+}
 _MAX_ROWS = 32
 
 
@@ -84,11 +89,11 @@ def _read(paths: Sequence[Path]) -> tuple[Iterable[Mapping[str, Any]], dict[str,
             return _read_trace(path)
         paths = Part.paths_of(path)
         if not paths:
-            raise ValueError(f"There is no timeline {path}, and no part of it.")
+            raise ValueError(f"There is no timeline {path}, and no part of it (*.part).")
     parts = sorted((Part.open(path) for path in paths), key=lambda part: part.rank)
     for one, other in itertools.pairwise(parts):
         if one.rank == other.rank:
-            raise ValueError(f"{one.path} and {other.path} are both of rank {one.rank}.")
+            raise ValueError(f"{one.path} and {other.path} are both from rank {one.rank}.")
     trace = Trace(parts)
     return trace.events(), trace.metadata()
 
@@ -97,20 +102,20 @@ def _read_trace(path: Path) -> tuple[Iterable[Mapping[str, Any]], dict[str, Any]
     try:
         trace = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
-        raise ValueError(f"{path} is no timeline: it is not JSON.") from None
+        raise ValueError(f"{path} is not a timeline: it is not JSON.") from None
     facts = trace.get("otherData") if isinstance(trace, dict) else None
     if not isinstance(facts, dict) or facts.get("format") != "mpistrat-timeline":
-        raise ValueError(f"{path} is no timeline of mpistrat.")
+        raise ValueError(f"{path} is not a timeline of mpistrat.")
     return trace["traceEvents"], facts
 
 
 def _print(facts: dict[str, Any], times: Sequence[RankTimes], straggler: Straggler | None) -> None:
     if facts["missing_ranks"]:
-        print_line(f"There is no part of {rank_list(facts['missing_ranks'])}.")
+        print_line(f"There is no part from {rank_list(facts['missing_ranks'])}.")
     shown = times
     if len(times) > _MAX_ROWS:
         shown = sorted(times, key=lambda each: -each.others_waited_s)[: _MAX_ROWS // 2]
-        print_line(f"{len(times)} ranks; here are those that the others waited for most.")
+        print_line(f"{len(times)} ranks; the table shows those that the others waited for most.")
     print_line("Seconds of each rank:")
     rows = [
         _row(str(each.rank), each.total_s, each.seconds, each.others_waited_s) for each in shown
@@ -123,7 +128,7 @@ def _print(facts: dict[str, Any], times: Sequence[RankTimes], straggler: Straggl
         waited_s = statistics.median(each.others_waited_s for each in times)
         rows.append(_row("median", total_s, middle, waited_s))
     print_table(("rank", "total", *_COLUMNS, "others waited"), rows)
-    print_line(_formatted(straggler))
+    print_line(_formatted(straggler, len(times)))
 
 
 def _row(
@@ -133,16 +138,16 @@ def _row(
     return [rank, *(f"{number:.3f}" for number in numbers)]
 
 
-def _formatted(straggler: Straggler | None) -> str:
+def _formatted(straggler: Straggler | None, num_ranks: int) -> str:
     if straggler is None:
-        return "No rank waited for another."
-    text = (
-        f"The slowest is rank {straggler.rank}: the others waited "
-        f"{straggler.others_waited_s:.3f} s for it"
-    )
-    if straggler.longer_s <= 0:
-        return text + "."
-    return f"{text}. It spent {straggler.longer_s:.3f} s more than they on {straggler.cause}."
+        return "No rank waited for another one."
+    text = f"the others waited {straggler.others_waited_s:.3f} s for it"
+    if straggler.longer_s > 0:
+        # If the ranks take turns in being late, their totals differ by much less than they waited.
+        is_cause = straggler.longer_s >= straggler.others_waited_s / (num_ranks - 1) / 2
+        text += f", {'mostly because' if is_cause else 'and'} it "
+        text += _CAUSES[straggler.cause].format(straggler.longer_s)
+    return f"Slowest: rank {straggler.rank} ({text})."
 
 
 def _as_json(
@@ -159,7 +164,7 @@ def _as_json(
 
 COMMAND = Command(
     "timeline",
-    "Show how each rank of a job spent its time, and which is the slowest.",
+    "Show how each rank of a job spent its time, and which rank is the slowest.",
     _add_arguments,
     _run,
     "measure",

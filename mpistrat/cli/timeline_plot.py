@@ -39,8 +39,8 @@ _MAX_STRIPS = 16
 _INCHES_PER_STRIP = 0.36
 _LONGEST_LABEL = 26
 _DETAIL = (
-    "The slowest rank is on top. Ranks that spent their time alike share a strip; the height of a "
-    "colour is its share."
+    "The slowest rank is on top. Ranks with similar times share a strip; the height of a colour is "
+    "its share of the time."
 )
 
 

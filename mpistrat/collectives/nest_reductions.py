@@ -114,15 +114,15 @@ def leaf_arrays(
             path = nests.paths_of(structure)[number]
             where = f"the leaf {path!r}" if path else "the value"
             raise TypeError(
-                f"{call.kind}: {where} is None on {call.channel.place()}, which is not taken as "
-                "zero. Give zeros of the shape that the other ranks have, such as "
+                f"{call.kind}: {where} is None on {call.channel.place()}, which does not "
+                "mean zero. Pass zeros of the shape that the other ranks have, such as "
                 "zeros_like(parameter) for a parameter without a gradient, or leave it out on all "
                 "of them."
             )
         if isinstance(leaf, Ragged):
             raise NotImplementedError(
-                f"{call.kind} takes dense arrays, but the value is Ragged. Give its values, and "
-                "its row_lengths() where rows are to be told apart."
+                f"{call.kind} takes dense arrays, but the value is Ragged. Pass its values, and "
+                "its row_lengths() if you need to know which row they belong to."
             )
     return [as_array(call.kind, leaf) for leaf in leaves if not isinstance(leaf, IndexedSlices)]
 
@@ -171,7 +171,7 @@ class _Split:
             if needs_graph(leaf):
                 raise NotImplementedError(
                     f"{what}, but the leaf {path!r} is part of a graph, which it would leave. "
-                    "Use all_reduce, or give tensor.detach()."
+                    "Use all_reduce, or pass tensor.detach()."
                 )
             dtype = as_array(call.kind, leaf).dtype
             reduced = result_dtype(self._op, dtype)
@@ -214,7 +214,7 @@ def _check_sparse(kind: str, op: ReduceOp, slices: IndexedSlices) -> None:
     if len(slices.indices.shape) != 1:
         raise ValueError(
             f"{kind}: IndexedSlices with batches of indices, of the shape "
-            f"{tuple(slices.indices.shape)}, cannot be reduced. Give row numbers of shape (n,)."
+            f"{tuple(slices.indices.shape)}, cannot be reduced. Pass row numbers of shape (n,)."
         )
     if op is ReduceOp.MEAN:
         wire_dtype(op, as_array(kind, slices.values).dtype)

@@ -473,7 +473,7 @@ def _apply_to_tensors(
     tensors = {i: leaf for i, leaf in enumerate(leaves) if is_tensor(leaf)}
     if not operation.has_gradient and any(map(needs_graph, tensors.values())):
         raise NotImplementedError(
-            f"{call.kind} has gradients for reductions that add up only. Give tensor.detach(), or "
+            f"{call.kind} has gradients for reductions that add up only. Pass tensor.detach(), or "
             "reduce by SUM."
         )
     floating = [i for i, leaf in tensors.items() if leaf.is_floating_point() or leaf.is_complex()]
@@ -515,8 +515,8 @@ def _as_root(call: CollectiveCall, nest: Any, operation: FromRoot, device: Devic
     is_root = call.channel.rank == operation.root
     if nest is None and is_root:
         raise TypeError(
-            f"{call.kind}: the value is None on the root, {call.channel.place()}. Give what "
-            "the others shall get."
+            f"{call.kind}: the value is None on the root, {call.channel.place()}. Pass the value "
+            "that the root sends to the other ranks."
         )
     own = None if nest is None else _describe(call, nest, operation)
     skeleton = _skeleton(call.kind, nest) if is_root else None

@@ -165,7 +165,7 @@ class GatherPlan:
             if not shape:
                 raise ValueError(
                     f"{kind}: the value on {place(rank)} is 0-d and has no axis to "
-                    "concatenate along. Give it one, for example with numpy.reshape(value, (1,))."
+                    "concatenate along. Add one, for example with numpy.reshape(value, (1,))."
                 )
             if not -len(shape) <= axis < len(shape):
                 raise ValueError(

@@ -50,7 +50,7 @@ def check_plan(options: CommunicationOptions, plan: Plan) -> None:
     for pack in plan.packs:
         if pack.on_device and not NcclReducer.knows(plan.op, pack.wire):
             raise TypeError(
-                f"NCCL cannot reduce arrays of dtype {pack.wire} by {plan.op.name}: it knows "
+                f"NCCL cannot reduce arrays of dtype {pack.wire} with {plan.op.name}: it supports "
                 "integers of 8, 32 and 64 bits, floats, and SUM and MEAN of complex numbers. "
                 "Use CommunicationImplementation.AUTO."
             )
@@ -93,7 +93,7 @@ def choose_way(
         return (_STAGED if asked is _SHARED else asked), f"asked for: {asked.name}"
     why_not_nccl = capabilities.why_not_nccl
     if not why_not_nccl and not NcclReducer.knows(op, dtype):
-        why_not_nccl = f"NCCL knows no {op.name} of {dtype}"
+        why_not_nccl = f"NCCL has no {op.name} for {dtype}"
     if not why_not_nccl:
         return _NCCL, "each rank has its own GPU"
     if not capabilities.why_not_mpi:

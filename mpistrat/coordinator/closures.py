@@ -351,7 +351,7 @@ def _outcome_of_result(job: ServerJob, result: Any) -> Outcome:
     except Exception as error:
         raise TypeError(
             f"The result of a closure, of type {type(result).__name__}, cannot be pickled: "
-            f"{error}. Return arrays, numbers, texts and nests of them."
+            f"{error}. Return arrays, numbers, strings and nests of them."
         ) from error
 
 
@@ -363,7 +363,7 @@ def _outcome_of_error(
     note = f"worker {job.workers.index(rank)} (rank {rank}) at {site}, in {call}"
     # The chief raises the error again, and a StopIteration would silently end a loop there.
     if isinstance(error, StopIteration):
-        error = OutOfRangeError("The iterator of a data set has no further element.")
+        error = OutOfRangeError("The iterator of a dataset has no further element.")
     elif not isinstance(error, Exception):
         error = RuntimeError(f"A closure has raised {type(error).__name__}: {text_of(error)}")
     _add_note(error, note)

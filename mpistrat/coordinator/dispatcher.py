@@ -186,7 +186,7 @@ class Dispatcher:
         except Exception as error:  # unpickling an object may raise any exception
             raise TypeError(
                 f"The result of the closure {closure!r} cannot be unpickled on the chief: "
-                f"{type(error).__name__}: {text_of(error)}. Return arrays, numbers, texts and "
+                f"{type(error).__name__}: {text_of(error)}. Return arrays, numbers, strings and "
                 "nests of them."
             ) from error
 
@@ -282,7 +282,7 @@ class Dispatcher:
         if self._failed is None and closure.generation == self._generation:
             self._failed = closure
             self.cancel(
-                "another closure has failed before. Schedule it again, once the error of that one "
+                "a different closure has failed. Schedule it again after the error of that closure "
                 "has been raised.",
                 spares_independent=True,
             )
@@ -416,7 +416,11 @@ class Dispatcher:
             send(worker.rank, worker.num_sent)
         self._wait(lambda: self._workers.keys() <= self.ended)
         for closure in self._running.values():
-            closure.end(CancelledError(f"The closure {closure!r} was not run: the end came first."))
+            closure.end(
+                CancelledError(
+                    f"The closure {closure!r} was not run, because the job ended before."
+                )
+            )
         self._running.clear()
         self._messages.on_loss = None
 

@@ -34,7 +34,7 @@ class PerWorkerValues(Travels):
 
     def __next__(self) -> NoReturn:
         raise NotImplementedError(
-            "The chief has no elements of a per-worker data set. Pass the iterator to a closure, "
+            "The chief has no elements of a per-worker dataset. Pass the iterator to a closure, "
             "coordinator.schedule(fn, args=(iterator,)), and call next(iterator) there."
         )
 
@@ -104,7 +104,7 @@ class WorkerData:
                 found = WorkerIterator(iter(self._datasets[dataset]))
             except Exception as error:
                 raise ClosureInputError(
-                    f"The function {name[0]}.{name[1]} of a per-worker data set has failed: "
+                    f"The function {name[0]}.{name[1]} of a per-worker dataset has failed: "
                     f"{type(error).__name__}: {error}"
                 ) from error
             self._iterators[dataset, number] = found
@@ -143,6 +143,6 @@ def experimental_get_current_worker_index() -> int:
     if job is None or not job.closure_depth:
         raise ContextError(
             "There is a worker index only inside of closures, which ClusterCoordinator.schedule "
-            "runs on workers, and inside of functions of per-worker data sets."
+            "runs on workers, and inside of functions of per-worker datasets."
         )
     return job.workers.index(job.group.rank)

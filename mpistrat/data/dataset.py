@@ -627,7 +627,7 @@ class Dataset(metaclass=HintedType):
         """
         leaves, structure = nests.flatten(datasets, atoms=(Dataset,))
         if not leaves:
-            raise ValueError("zip needs at least one data set, but the nest is empty.")
+            raise ValueError("zip needs at least one dataset, but the nest is empty.")
         children = [_unbatched("zip", leaf) for leaf in leaves]
         return cls(
             Pipeline(view_or_stream(Zipped(structure, children))), leaves[0]._auto_shard_policy
@@ -681,12 +681,12 @@ class Dataset(metaclass=HintedType):
         datasets = list(datasets)
         children = [_unbatched("sample_from_datasets", each) for each in datasets]
         if not children:
-            raise ValueError("sample_from_datasets needs at least one data set.")
+            raise ValueError("sample_from_datasets needs at least one dataset.")
         weights = np.ones(len(children)) if weights is None else weights
         weights = checked_weights("sample_from_datasets", weights)
         if len(weights) != len(children):
             raise ValueError(
-                f"sample_from_datasets needs a weight for each of {len(children)} data sets, not "
+                f"sample_from_datasets needs a weight for each of {len(children)} datasets, not "
                 f"{len(weights)}."
             )
         stops = as_bool("stop_on_empty", stop_on_empty)
@@ -1152,8 +1152,8 @@ class Dataset(metaclass=HintedType):
         pipeline = self._pipeline
         if pipeline.batch is not None:
             raise ValueError(
-                "cache keeps examples, but this data set is batched: what a rank would keep of a "
-                "batch depended on the number of ranks. Call cache before batch."
+                "cache stores examples, but this dataset is batched, and a rank's part of a batch "
+                "depends on the number of ranks. Call cache before batch."
             )
         orders = tuple(e for e in pipeline.transformations if not isinstance(e, Map))
         source = Cached(pipeline, num_bytes, len(orders))
@@ -1200,13 +1200,13 @@ class Dataset(metaclass=HintedType):
         logs = as_bool("log_warning", log_warning)
         if self._pipeline.batch is not None:
             raise ValueError(
-                "ignore_errors leaves out examples, but this data set is batched. Call it before "
+                "ignore_errors leaves out examples, but this dataset is batched. Call it before "
                 "batch, after the map that may fail."
             )
         if self._pipeline.source.is_stream:
             raise ValueError(
-                "ignore_errors finds the elements that can be made before the first pass, so their "
-                "number must be known. Let the generator leave out what it cannot make."
+                "ignore_errors looks for elements without errors before the first epoch, so their "
+                "number must be known. Let the generator skip elements that it cannot create."
             )
         return self._from(ValidElements(self._pipeline.tolerant(), logs))
 
@@ -1224,10 +1224,10 @@ def policy_of(dataset: Dataset) -> AutoShardPolicy:
 def _unbatched(name: str, dataset: Any) -> Pipeline:
     """Return the pipeline of `dataset`, which must not be batched."""
     if not isinstance(dataset, Dataset):
-        raise TypeError(f"{name} needs data sets, not {dataset!r}.")
+        raise TypeError(f"{name} needs datasets, not {dataset!r}.")
     if dataset._pipeline.batch is not None:
         raise ValueError(
-            f"{name} is for data sets of single elements, because which part of a batch a rank "
+            f"{name} is for datasets of single elements, because which part of a batch a rank "
             f"holds depends on the number of ranks: call {name} first, and batch its result."
         )
     return dataset._pipeline
@@ -1236,11 +1236,11 @@ def _unbatched(name: str, dataset: Any) -> Pipeline:
 def _check_finite(name: str, pipeline: Pipeline) -> None:
     if pipeline.source.is_stream:
         raise ValueError(
-            f"{name} needs to know how many elements there are, which of a generator nobody does. "
+            f"{name} needs to know the number of elements, which is unknown for a generator. "
             "Use from_source, or range(n).map(load)."
         )
     if pipeline.source.is_read and pipeline.length < 0:
-        raise ValueError(f"{name} needs a data set that ends: call it before repeat.")
+        raise ValueError(f"{name} needs a dataset that ends: call it before repeat.")
 
 
 def _check_specs(view: Concatenated | Mixed) -> None:

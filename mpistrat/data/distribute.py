@@ -50,7 +50,7 @@ def distribute(
         if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
             raise NotImplementedError(
                 "InputReplicationMode.PER_REPLICA is for distribute_datasets_from_function: a "
-                "data set given as an object exists once and is split."
+                "dataset that is passed as an object exists once and is split."
             )
         pipeline = _checked_pipeline(dataset, kind)
         of_ranks = call.exchange(describe_files(pipeline))
@@ -93,9 +93,9 @@ def distribute_from_function(
         again = pipeline_of(replica)
         if _described(again) != of_ranks[replica]:
             raise DataError(
-                f"{kind}: the data set of replica {replica}, which was lost with its rank, has "
-                "another length or order than before. With elastic=True the function must return "
-                "the same elements for the same InputContext, on any rank and whenever called."
+                f"{kind}: the dataset of replica {replica}, which was lost with its rank, does not "
+                "have the same length or order as before. With elastic=True the function must "
+                "return the same elements for the same InputContext, on any rank, in every call."
             )
         return again
 
@@ -118,7 +118,7 @@ def distribute_from_function(
     with collectives.all_or_none(kind):
         if collectives.is_elastic and not is_certain:
             raise NotImplementedError(
-                f"{kind} with elastic=True needs data sets of known length, without generators: "
+                f"{kind} with elastic=True needs datasets of known length, without generators: "
                 "after a loss the ranks could not tell when all have ended. Use "
                 "experimental_distribute_dataset."
             )
@@ -178,7 +178,7 @@ def _checked_pipeline(dataset: Any, kind: str) -> Pipeline:
     pipeline = pipeline_of(dataset)
     if pipeline.batch is None:
         raise ValueError(
-            f"{kind} needs a data set of batches, but this one was not batched: call "
+            f"{kind} needs a dataset of batches, but this one was not batched: call "
             "batch(global_batch_size) on it, with batch(1) for single examples."
         )
     return pipeline
@@ -203,7 +203,7 @@ def _rank_dataset(pipeline: Pipeline, policy: AutoShardPolicy, layout: Layout) -
     source = pipeline.source
     if not isinstance(source, Hdf5Source):
         raise ValueError(
-            "AutoShardPolicy.FILE needs a data set made by from_hdf5. Use AutoShardPolicy.DATA."
+            "AutoShardPolicy.FILE needs a dataset from from_hdf5. Use AutoShardPolicy.DATA."
         )
 
     def pipeline_of(replica: int) -> Pipeline:
@@ -235,7 +235,7 @@ def _next_together(collectives: Collectives) -> NextElement:
 
     def next_element(own: Iterator[Any]) -> tuple[Any, bool]:
         # The element is read inside the call, so that an error on one rank reaches the others.
-        with collectives.call("next batch of a distributed data set") as call:
+        with collectives.call("next batch of a distributed dataset") as call:
             element = next(own, None)
             return element, any(call.exchange(element is not None))
 
@@ -249,8 +249,8 @@ def _check_same_in_replicas(of_ranks: list[Any], layout: Layout, kind: str) -> N
         if own != of_ranks[first]:
             raise DataError(
                 f"{kind}: ranks {first} and {rank} compute replica {layout.replica_of(rank)} "
-                "together, but their data sets differ in length or order. Make them by the "
-                "numbers in the InputContext alone."
+                "together, but their datasets differ in length or order. Create them from nothing "
+                "but the numbers in the InputContext."
             )
 
 

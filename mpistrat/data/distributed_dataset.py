@@ -157,11 +157,12 @@ class DistributedDataset:
             if len({count for count, _ in seen}) == 1 and len({digest for _, digest in seen}) > 1:
                 groups = ranks_by_value((rank, digest) for rank, (_, digest) in enumerate(seen))
                 warn_once(
-                    f"{generator!r} has given different elements on "
+                    f"{generator!r} returned different elements on "
                     f"{' and '.join(map(rank_list, groups.values()))}, but every rank keeps its "
-                    "slice of the same sequence, so examples are missing and others come twice. "
-                    "Give random generators the same seed on every rank, and sort sets and lists "
-                    "of files; for data of each rank's own use distribute_datasets_from_function.",
+                    "slice of the same sequence, so some examples are missing and others are "
+                    "repeated. Use the same seed of random generators on every rank, and sort "
+                    "sets and lists of files; if each rank has its own data, use "
+                    "distribute_datasets_from_function.",
                     key=f"generator {number}",
                 )
 
@@ -394,8 +395,8 @@ class RankPipeline:
         """The nest of `ArraySpec` of one batch of this rank."""
         if self.found_spec is None:
             raise DataError(
-                "The element_spec of data sets with map is found by mapping one example, but the "
-                "data sets of all ranks are empty."
+                "The element_spec of datasets with map is found by mapping one example, but the "
+                "datasets of all ranks are empty."
             )
         return open_batch(self.found_spec)
 

@@ -80,8 +80,8 @@ def check_same(
     shown = _by_rank(collectives.gather_json(entry, kind))
     with collectives.common_outcome(kind):  # so that all replicas of a rank raise it together
         raise DataError(
-            f"{kind}: all ranks must pass the same dataset, but {shown}. Make it in the same way "
-            "on every rank, from the same seed; for data of each rank's own use "
+            f"{kind}: all ranks must pass the same dataset, but {shown}. Create it in the same "
+            "way on every rank, with the same seed; if each rank has its own data, use "
             "distribute_datasets_from_function."
         )
 

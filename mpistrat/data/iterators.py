@@ -64,10 +64,10 @@ class Position:
         """Resume at `state` in a dataset with `layout` and passes of `length`."""
         # A negative length means that it is endless or unknown.
         if not isinstance(state, dict):
-            raise TypeError(f"The position of a data set is a dict, not {state!r}.")
+            raise TypeError(f"The position of a dataset is a dict, not {state!r}.")
         missing = {"pass", "batch"} - set(state)
         if missing:
-            raise ValueError(f"The position of a data set needs {sorted(missing)}, came {state!r}.")
+            raise ValueError(f"The position of a dataset needs {sorted(missing)}, not {state!r}.")
         pass_number = as_integer("pass", state["pass"], 0)
         num_handed_out = as_integer("batch", state["batch"], 0)
         saved = {key: state[key] for key in state if key not in ("pass", "batch")}
@@ -76,7 +76,7 @@ class Position:
             _check_layout(saved, layout)
         if 0 <= length < num_handed_out:
             raise ValueError(
-                f"The position is after {num_handed_out} batches, but a pass has {length}: the "
+                f"The position is after {num_handed_out} batches, but an epoch has {length}: the "
                 "data have changed."
             )
         self._pass, self._num_handed_out = pass_number, num_handed_out
@@ -90,11 +90,13 @@ def _check_layout(saved: dict[str, Any], layout: dict[str, Any]) -> None:
         return
     is_other_order = saved.get("order", layout["order"]) != layout["order"]
     hint = (
-        " Another order means other files, another seed or other steps." if is_other_order else ""
+        " The order differs because the files, the seed or the steps differ."
+        if is_other_order
+        else ""
     )
     raise ValueError(
-        f"The position in the middle of a pass was saved with {saved}, but the data set now has "
-        f"{layout}.{hint} Use the same data set, or start at the next pass."
+        f"The position in the middle of an epoch was saved with {saved}, but the dataset now has "
+        f"{layout}.{hint} Use the same dataset, or start at the next epoch."
     )
 
 
@@ -120,7 +122,9 @@ class Optional:
             If there is none.
         """
         if self._value is _NOTHING:
-            raise OutOfRangeError("The pass had ended: there is no value. Ask has_value() first.")
+            raise OutOfRangeError(
+                "The epoch has ended, so there is no value. Ask has_value() first."
+            )
         return self._value
 
 
@@ -198,8 +202,8 @@ class ElementIterator:
             return next(self)
         except StopIteration:
             raise OutOfRangeError(
-                "The iterator has no further element: the pass has ended. Make a new iterator "
-                "with iter(...) for the next pass."
+                "The iterator has no further element: the epoch has ended. Create a new iterator "
+                "with iter(...) for the next epoch."
             ) from None
 
     def get_next_as_optional(self) -> Optional:

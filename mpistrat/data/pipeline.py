@@ -194,9 +194,9 @@ class Pipeline:
         length = self.length
         if length == UNKNOWN and not self.source.is_stream:
             raise ValueError(
-                f"{self.calls} has a different number of elements in each pass: unbatch comes "
-                "after a shuffle of batches, one of which is shorter, and a step that leaves some "
-                "of them out. Call batch with drop_remainder=True, or leave out elements before it."
+                f"{self.calls} has a different number of elements in each epoch: unbatch follows a "
+                "shuffle of batches, one of which is shorter, and a step that leaves some of them "
+                "out. Call batch with drop_remainder=True, or leave out elements before it."
             )
         return length
 
@@ -206,8 +206,8 @@ class Pipeline:
         spec = self.found_spec
         if spec is None:
             raise DataError(
-                "The element_spec of a data set with map is found by mapping one example, but the "
-                "data set is empty."
+                "The element_spec of a dataset with map is found by mapping one example, but the "
+                "dataset is empty."
             )
         return spec
 

@@ -45,9 +45,8 @@ class PassStream:
         """Return the generator for one example in one map."""
         if self.is_fixed:
             raise ValueError(
-                "A filter is evaluated once for all passes, but a map before it uses random "
-                "numbers (example_rng), which are others in each pass. Call filter before that "
-                "map."
+                "A filter is evaluated once for all epochs, but a map before it uses random "
+                "numbers (example_rng), which differ in each epoch. Call filter before that map."
             )
         which = (self.key[0], self.branch, number, self.first_map + map_number)
         key = (_MAP_NUMBERS, *which, *self.key[1:], *repetitions)

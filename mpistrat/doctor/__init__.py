@@ -49,9 +49,15 @@ class Report:
         """Return the report as JSON values."""
         return {
             "healthy": self.is_healthy,
-            "findings": [asdict(each) | {"level": each.level.value} for each in self.findings],
+            "findings": [_finding_as_json(each) for each in self.findings],
             "ranks": [asdict(each) for each in self.facts],
         }
+
+
+def _finding_as_json(finding: Finding) -> dict[str, Any]:
+    fields = asdict(finding) | {"level": finding.level.value}
+    del fields["short"]
+    return fields
 
 
 def examine(folder: str) -> Report | None:
@@ -103,7 +109,7 @@ def _check_settings() -> Finding:
         return Finding.problem(
             "settings", str(error), "MPIStrategy() would raise.", "Unset or correct the variable."
         )
-    return Finding.ok("settings", "the MPISTRAT_... variables can be read")
+    return Finding.ok("settings", "all MPISTRAT_ variables are valid")
 
 
 def _check_software(facts: list[RankFacts]) -> Finding:
@@ -113,33 +119,37 @@ def _check_software(facts: list[RankFacts]) -> Finding:
         if others:
             return Finding.problem(
                 "software",
-                f"{rank_list(each.rank for each in others)} (on {others[0].node}) have other "
-                f"versions: {_format(others[0])}, rank 0 has {_format(first)}",
-                "Ranks with other code or another MPI library do not understand each other.",
+                f"different versions on {rank_list(each.rank for each in others)} (on "
+                f"{others[0].node}): {_format(others[0])}; rank 0 has {_format(first)}",
+                "Ranks with different code or MPI libraries cannot work together.",
                 "Use one environment on all nodes.",
             )
-    versions = ", ".join(f"{name} {version}" for name, version in first.versions.items())
-    return Finding.ok("software", versions + (" on every rank" if len(facts) > 1 else ""))
+    versions = [f"{name} {version}" for name, version in first.versions.items()]
+    where = " on every rank" if len(facts) > 1 else ""
+    return Finding.ok("software", ", ".join(versions) + where, ", ".join(versions[:2]) + where)
 
 
 def _check_tolerance(world: World) -> Finding:
     """Return whether a parameter-server job survives the loss of a worker. **Collective**."""
     whys = [why for why in world.comm.allgather(why_not_tolerant()) if why]
     if not whys:
-        return Finding.ok("lost ranks", f"tolerance is proved ({FLAG})")
-    return Finding.ok("lost ranks", f"a rank that dies ends the job: {whys[0]}")
+        return Finding.ok(
+            "lost ranks", f"the job survives the loss of a worker, as a trial showed ({FLAG})"
+        )
+    short = "a rank that dies ends the job"
+    return Finding.ok("lost ranks", f"{short}: {whys[0]}", short)
 
 
 def _check_kernels(facts: list[RankFacts]) -> Finding:
     lacking = [each for each in facts if each.not_compiled]
     if not lacking:
-        return Finding.ok("compiled kernels", "compiled: yes, on every rank")
+        return Finding.ok("compiled kernels", "compiled on every rank")
     return Finding.warning(
         "compiled kernels",
         f"missing for {' and '.join(lacking[0].not_compiled)} on "
         f"{rank_list(each.rank for each in lacking)} (on {lacking[0].node}): there was no C "
         "compiler when mpistrat was installed",
-        "MPI and NumPy do the same, more slowly.",
+        "MPI and NumPy do the same work more slowly.",
         HOW_TO_COMPILE,
     )
 

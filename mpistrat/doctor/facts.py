@@ -46,11 +46,18 @@ class Finding:
     """Why it matters; empty for `Level.OK`."""
     remedy: str = ""
     """Command or change that helps."""
+    short: str = ""
+    """Short form of `seen` for the printed report; empty if `seen` is short."""
+
+    @property
+    def brief(self) -> str:
+        """Text for the printed report."""
+        return self.short or self.seen
 
     @classmethod
-    def ok(cls, topic: str, seen: str) -> Finding:
+    def ok(cls, topic: str, seen: str, short: str = "") -> Finding:
         """Return a finding that needs no attention."""
-        return cls(topic, Level.OK, seen)
+        return cls(topic, Level.OK, seen, short=short)
 
     @classmethod
     def warning(cls, topic: str, seen: str, why: str, remedy: str) -> Finding:

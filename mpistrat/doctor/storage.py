@@ -81,7 +81,7 @@ def check_hdf5(facts: HDF5Facts) -> Finding:
         return Finding.problem(
             "hdf5",
             f"h5py cannot be loaded: {facts.error}",
-            "Data sets and checkpoints are HDF5 files.",
+            "Datasets and checkpoints are HDF5 files.",
             "pip install --force-reinstall h5py (or conda install h5py)",
         )
     found = facts.versions
@@ -91,14 +91,14 @@ def check_hdf5(facts: HDF5Facts) -> Finding:
         return Finding.problem(
             "hdf5",
             f"{seen} with MPI: h5py loads {', '.join(found['of_h5py'])}, mpi4py {of_mpi4py}",
-            "Two MPI libraries in one process mix up their functions: jobs crash or hang.",
+            "Two MPI libraries in one process get each other's calls, so jobs crash or hang.",
             "pip install --force-reinstall --no-deps --only-binary=h5py h5py (built without MPI, "
             "which is enough), or build it with the MPI of mpi4py: CC=mpicc HDF5_MPI=ON "
             "pip install --force-reinstall --no-deps --no-binary=h5py h5py",
         )
     if found["is_parallel"]:
-        return Finding.ok("hdf5", f"{seen} with MPI, the same library as mpi4py's")
-    return Finding.ok("hdf5", f"{seen} without MPI, which is all that mpistrat needs")
+        return Finding.ok("hdf5", f"{seen} with MPI, the same library as mpi4py's", seen)
+    return Finding.ok("hdf5", f"{seen} without MPI, which is enough", seen)
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def probe_folder(path: str, node: str) -> FolderFacts:
     except OSError:  # the working directory of a relative path is gone
         return FolderFacts(path, node, _NOWHERE)
     if not folder.is_dir():
-        what = "it is no folder" if folder.exists() else _MISSING
+        what = "it is not a folder" if folder.exists() else _MISSING
         return FolderFacts(own.path, node, what)
     try:
         handle, name = tempfile.mkstemp(dir=folder, prefix=".mpistrat-doctor-")
@@ -162,11 +162,11 @@ def _try_lock(handle: int, name: str) -> str:
 
 def _remedy(facts: FolderFacts) -> str:
     if facts.error == _NOWHERE:
-        return "cd to a folder that is there"
+        return "cd to a folder that exists"
     path = shlex.quote(facts.path)
     if facts.error == _MISSING:
         return f"mkdir -p {path}"
-    return f"ls -ld {path} and df {path} show its owner and what is left"
+    return f"ls -ld {path} and df {path} show its owner and the free space"
 
 
 def check_folder(facts: Sequence[FolderFacts]) -> Finding:
@@ -177,17 +177,20 @@ def check_folder(facts: Sequence[FolderFacts]) -> Finding:
                 "folder",
                 f"{each.path} cannot be written on {each.node}: {each.error}",
                 "Checkpoints cannot be saved there.",
-                f"{_remedy(each)}, or look at another one: mpistrat doctor --folder DIR",
+                f"{_remedy(each)}, or use a different one: mpistrat doctor --folder DIR",
             )
     switch = environment().get("HDF5_USE_FILE_LOCKING", "").upper()
     for each in facts:
         if each.lock_error and switch not in ("FALSE", "BEST_EFFORT"):
             return Finding.warning(
                 "folder",
-                f"{each.path} can be written, but not locked on {each.node}: {each.lock_error}",
-                "HDF5 locks the files that it opens, and may refuse to.",
-                "export HDF5_USE_FILE_LOCKING=FALSE, on a file system that has no locks",
+                f"files in {each.path} can be written, but not locked on {each.node}: "
+                f"{each.lock_error}",
+                "HDF5 locks the files that it opens, and may fail to open them.",
+                "export HDF5_USE_FILE_LOCKING=FALSE, on a file system without locks",
             )
     where = f" on {len(facts)} nodes" if len(facts) > 1 else ""
-    locks = "locks are switched off" if switch == "FALSE" else "locked"
-    return Finding.ok("folder", f"{facts[0].path} can be written and renamed in, {locks}{where}")
+    folder = f"files in {facts[0].path} can be written"
+    if switch == "FALSE":
+        return Finding.ok("folder", f"{folder} and renamed{where}; HDF5 does not lock files")
+    return Finding.ok("folder", f"{folder}, renamed and locked{where}")

@@ -88,22 +88,22 @@ class ElasticJob:
             )
         if comm is not None:
             raise ValueError(
-                "elastic=True beside comm=: the communicator becomes smaller with each loss. Leave "
-                "comm out, which means all ranks that are left."
+                "elastic=True cannot be combined with comm=, because the communicator becomes "
+                "smaller with each loss. Leave comm out, so that all remaining ranks take part."
             )
         for other in self.strategies:
             if other.num_replicas_in_sync != num_replicas:
                 raise ValueError(
-                    f"elastic=True with num_replicas={num_replicas} beside {other!r}: all elastic "
-                    "strategies of a job have the same number of replicas."
+                    f"elastic=True with num_replicas={num_replicas}, but there is {other!r}: all "
+                    "elastic strategies of a job must have the same number of replicas."
                 )
         if self._comm is None:
             comm = communicator(None)
             why = why_not_tolerant()
             if why and comm.size > 1:
                 error = LaunchError(
-                    f"elastic=True outlives lost ranks only where MPI does, but {why}. Start the "
-                    f"program with Open MPI's {FLAG}."
+                    f"elastic=True needs an MPI library that survives lost ranks, but {why}. Start "
+                    f"the program with Open MPI's {FLAG}."
                 )
                 error._is_reported_elsewhere = comm.rank != 0
                 raise error
@@ -332,7 +332,7 @@ class ElasticCollectives(Collectives):
 
     def check_can_copy(self, what: str) -> None:
         """Raise an error: a repeated unit would not know about a copy of `what`."""
-        raise NotImplementedError(f"{what} cannot be copied. Make another one.")
+        raise NotImplementedError(f"{what} cannot be copied. Create a new one.")
 
     def note_optimizer(self, optimizer: Any) -> None:
         """Let `optimizer` prepare its steps again after a loss."""

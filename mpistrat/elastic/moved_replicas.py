@@ -53,10 +53,10 @@ class ElasticReplicas(PerReplica[Any]):
         missing = [each for each in ids if each not in self._ids]
         return ReplicaLostError(
             f"A PerReplica of this rank holds replicas {self._ids[0]}-{self._ids[-1]}. After the "
-            f"loss of a rank this one also computes {', '.join(map(str, missing))}, whose "
-            "components nobody can make again. Those of distributed data sets, of "
-            "experimental_distribute_values_from_function and, up to 1 MiB a replica, of what run "
-            "returns are kept."
+            f"loss of a rank this one also computes {', '.join(map(str, missing))}, but their "
+            "components are lost. mpistrat restores only values from distributed datasets, from "
+            "experimental_distribute_values_from_function, and results of run up to 1 MiB per "
+            "replica."
         )
 
     def short_components(self, limit: int) -> dict[int, Any]:

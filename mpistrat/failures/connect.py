@@ -186,7 +186,7 @@ def open_channel(
         if not _wait_for_all(rendezvous, timeout_s, _log_wait):
             raise CollectiveTimeoutError(
                 f"Some ranks did not come to MPIStrategy() within {timeout_s:g} s on rank "
-                f"{comm.rank} of {comm.size}. Every rank of the communicator must make it."
+                f"{comm.rank} of {comm.size}. Every rank of the communicator must call it."
             )
         return _connected(rendezvous, timeout_s, comm)
 
@@ -238,8 +238,8 @@ def _wait_for_all(
 
 def _log_wait(rendezvous: _Rendezvous, waited_s: float) -> None:
     _logger.warning(
-        "rank %d of %d has waited for %.0f s in MPIStrategy() for ranks that have not made it yet. "
-        "Every rank of the communicator must.",
+        "rank %d of %d has waited for %.0f s in MPIStrategy() for ranks that have not called it "
+        "yet. Every rank of the communicator must call it.",
         *(rendezvous.rank, rendezvous.size, waited_s),
     )
 

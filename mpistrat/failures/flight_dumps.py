@@ -223,7 +223,7 @@ def _path_for(path: str | os.PathLike[str], rank: int) -> Path:
         return Path(text.replace("{rank}", str(rank)))
     if text.endswith(".json") or os.path.isfile(text):
         raise ValueError(
-            f"dump_flight_record: {text!r} names one file, but each rank writes its own. Give a "
+            f"dump_flight_record: {text!r} names one file, but each rank writes its own. Pass a "
             "folder, or put {rank} into the name, as in 'flight.{rank}.json'."
         )
     return Path(text) / f"flight.rank{rank}.json"

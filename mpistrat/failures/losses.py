@@ -169,8 +169,8 @@ def warn_of_intolerance() -> None:
     """Print once that the whole job will end if a rank is lost."""
     # Print it now: when a rank is lost, the launcher ends this rank too.
     logs.print_line(
-        "If a rank of this parameter-server job dies, the whole job ends. Started with Open MPI's "
-        f"{FLAG}, it goes on without a worker."
+        "If a rank of this parameter-server job dies, the whole job ends. If you start it with "
+        f"Open MPI's {FLAG}, it continues without a lost worker."
     )
 
 

@@ -115,7 +115,7 @@ def describe_rank_state(found: Answer) -> str:
         return f"{state.value}: left the program{place}"
     where = f"process {found['pid']} on {found['host']}" if "pid" in found else "no address"
     return {
-        RankState.STOPPED: f"stopped: {where} is suspended (SIGSTOP); SIGCONT lets it go on",
+        RankState.STOPPED: f"stopped: {where} is suspended (SIGSTOP); SIGCONT resumes it",
         RankState.SILENT: f"silent: {where} does not answer: stopped, or in code that lets no "
         "other thread run",
         RankState.GONE: f"gone: {where} has ended without a word",

@@ -115,8 +115,8 @@ class AUC(Metric[np.float64]):
             scores = 0.5 * (1 + xp.tanh(0.5 * scores))  # the sigmoid, without overflow
         if not xp.all((scores >= 0) & (scores <= 1)):
             raise ValueError(
-                "AUC takes scores in [0, 1], but y_pred has others. Make it with from_logits=True "
-                "for logits, or give the softmax's probabilities."
+                "AUC takes scores in [0, 1], but y_pred has other values. Create it with "
+                "from_logits=True for logits, or pass the softmax's probabilities."
             )
         weights = weights_of(truth, beside_first_axes(sample_weight, truth.ndim)).ravel()
         # The bin of a score is the number of thresholds below it.

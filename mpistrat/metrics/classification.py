@@ -278,7 +278,7 @@ def as_labels(kind: str, truth: Array) -> Array:
     check_real("y_true", truth)
     if truth.dtype != np.bool_ and not bool(((truth == 0) | (truth == 1)).all()):
         raise ValueError(
-            f"{kind} takes labels that are 0 or 1, but y_true has others. For several classes give "
+            f"{kind} takes labels that are 0 or 1, but y_true has others. For several classes pass "
             "one-hot labels: np.eye(num_classes)[y_true]."
         )
     return truth.astype(np.bool_)

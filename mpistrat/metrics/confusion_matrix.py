@@ -111,7 +111,7 @@ class ConfusionMatrix(_PairCounts[np.ndarray]):
             If the classes are not integers.
         """
         kind = type(self).__name__
-        remedy = "For scores of shape (n, classes) give y_pred.argmax(axis=1)."
+        remedy = "For scores of shape (n, classes) pass y_pred.argmax(axis=1)."
         self._count(*as_pair(kind, y_true, y_pred, remedy), sample_weight)
 
     def _compute(self, sums: Mapping[str, Any]) -> np.ndarray:
@@ -199,7 +199,7 @@ class MeanIoU(_PairCounts[np.float64]):
             truth = truth.argmax(axis=self.axis)
         if not self.sparse_y_pred:
             guess = guess.argmax(axis=self.axis)
-        remedy = "For scores make it with sparse_y_pred=False."
+        remedy = "For scores create it with sparse_y_pred=False."
         self._count(*as_pair("MeanIoU", truth, guess, remedy), sample_weight, self.ignore_class)
 
     def _compute(self, sums: Mapping[str, Any]) -> Any:

@@ -183,8 +183,8 @@ class SumsByUpdate(Metric[Any]):
             made = {what: variable.shape for what, variable in self._sums.items()}
             if _shapes(sums) != made:
                 raise ValueError(
-                    f"{kind}: {self.name!r} has sums of the shapes {made} by its first update, but "
-                    f"this one gives {_shapes(sums)}."
+                    f"{kind}: {self.name!r} has sums of the shapes {made} after its first update, "
+                    f"but this update has {_shapes(sums)}."
                 )
         else:
             context.mode_for(self._strategy, f"The metric {self.name!r}")

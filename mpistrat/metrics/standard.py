@@ -149,7 +149,7 @@ class Accuracy(RunningMean):
         ValueError
             If the shapes differ, or in cross-replica context.
         """
-        remedy = "For scores of shape (n, classes) give y_pred.argmax(axis=1)."
+        remedy = "For scores of shape (n, classes) pass y_pred.argmax(axis=1)."
         truth, guess = as_pair("Accuracy", y_true, y_pred, remedy)
         self._take_in(truth == guess, sample_weight)
 
@@ -278,12 +278,12 @@ class TopKAccuracy(RunningMean):
             raise ValueError(
                 "TopKAccuracy takes labels of shape (n,) and scores of shape (n, classes): y_true "
                 f"has the shape {tuple(labels.shape)}, y_pred {tuple(scores.shape)}. For one-hot "
-                "labels give y_true.argmax(axis=1)."
+                "labels pass y_true.argmax(axis=1)."
             )
         if scores.shape[1] < self.k:
             raise ValueError(
                 f"TopKAccuracy with k={self.k} needs scores of at least {self.k} classes, but "
-                f"y_pred has the shape {tuple(scores.shape)}. Make it with a smaller k."
+                f"y_pred has the shape {tuple(scores.shape)}. Create it with a smaller k."
             )
 
 

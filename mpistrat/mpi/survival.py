@@ -38,7 +38,7 @@ def why_not_tolerant() -> str:
     from mpi4py import MPI
 
     if MPI.ERR_PROC_FAILED == MPI.ERR_UNKNOWN:
-        return "this MPI library has no fault tolerance (ULFM), as Open MPI 5 has it"
+        return "this MPI library has no fault tolerance (ULFM); Open MPI 5 has"
     if environment().get("OMPI_MCA_mpi_ft_enable", "").lower() not in ("1", "true"):
         return f"the job was not started with {FLAG}"
     command = launch_command()

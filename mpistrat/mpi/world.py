@@ -65,7 +65,7 @@ def communicator(comm: MPI.Intracomm | None) -> MPI.Intracomm:
 
     if MPI.Is_finalized():
         raise LaunchError(
-            "MPI was finalized in this process, and cannot be started again. Make the strategy, "
+            "MPI was finalized in this process, and cannot be started again. Create the strategy, "
             "and use it, before the program calls MPI.Finalize()."
         )
     _check_launch(launcher)
@@ -79,7 +79,7 @@ def communicator(comm: MPI.Intracomm | None) -> MPI.Intracomm:
     if comm == MPI.COMM_NULL:
         raise ValueError(
             "comm is COMM_NULL: this rank is not part of the communicator. "
-            "Make the strategy only on ranks that are."
+            "Create the strategy only on ranks that are."
         )
     return comm
 
@@ -135,9 +135,9 @@ def _start(launcher: Launcher) -> None:
         load_library()
         if launcher.has_only_pmix or library_version().startswith("MPICH"):
             raise LaunchError(
-                f"This process is none of the {launcher.num_tasks} task(s) that {launcher.title} "
-                "started, but has inherited the variables of one, without its connection. It was "
-                f"probably started by a rank. {launcher.remedy('')}"
+                f"This process inherited the environment of an MPI rank ({launcher.title} started "
+                f"{launcher.num_tasks}) but is not a rank, so MPI cannot start here. A rank "
+                f"probably started it, with subprocess or multiprocessing. {launcher.remedy('')}"
             )
     if launcher.has_only_pmix:
         file = load_library()  # this file, or a library that it is linked to, has the function
@@ -184,7 +184,7 @@ def _check_launch(launcher: Launcher) -> None:
     if MPI.Comm.Get_parent() != MPI.COMM_NULL:  # MPI_Comm_spawn created this world
         return
     world = "a world of one rank" if size == 1 else f"a world of {size} ranks"
-    raise _launch_error(launcher, f"but MPI sees {world}: every task would train alone")
+    raise _launch_error(launcher, f"but MPI sees {world}: every task would be a separate job")
 
 
 def _launch_error(launcher: Launcher, what: str) -> LaunchError:

@@ -152,8 +152,8 @@ class GradientAccumulator(Trackable):
         if context.is_remote(owner):
             raise NotImplementedError(
                 f"{type(self).__name__} is for replicas, but under ParameterServerStrategy each "
-                "closure has its own gradients. Add those of its batches up as arrays, and pass "
-                "the sums to optimizer.apply_gradients: one message to each server."
+                "closure has its own gradients. Add up the gradients of its batches as arrays, and "
+                "pass the sums to optimizer.apply_gradients, which sends one message per server."
             )
         self._sums = _make_sums(owner, type(self).__name__, given)
         self._variables = tuple(given)
@@ -242,9 +242,9 @@ class GradientAccumulator(Trackable):
         unknown = [variable.name for variable in variables if id(variable) not in places]
         if unknown:
             raise ValueError(
-                f"{kind}: the variables {unknown} are not among those that the accumulator was "
-                f"made for, {[variable.name for variable in self._variables]}. Make it with all "
-                "variables that get gradients."
+                f"{kind}: the variables {unknown} are not among the variables of the "
+                f"accumulator, {[variable.name for variable in self._variables]}. Create it with "
+                "all variables that get gradients."
             )
         return [places[id(variable)] for variable in variables]
 

@@ -120,7 +120,7 @@ class LossScale(Trackable):
         if not self._is_read:
             warnings.warn(
                 f"The loss scale has become {self._current} and has not been read since, so these "
-                "gradients were multiplied by another one. Read LossScale.value for each step, "
+                "gradients were multiplied by a different one. Read LossScale.value for each step, "
                 "and give every optimizer its own LossScale.",
                 RuntimeWarning,
                 stacklevel=4,

@@ -190,8 +190,8 @@ def _refuse_remote(kind: str, variables: Any) -> None:
     for variable in variables if isinstance(variables, list) else ():
         if isinstance(variable, Variable) and not placement_of(variable).is_here:
             raise NotImplementedError(
-                f"{kind}: the variable {variable.name!r} lies on a server, and workers change it "
-                "at different times. Make a variable for its average, and in a closure call "
+                f"{kind}: the variable {variable.name!r} is on a server, and workers change it at "
+                "different times. Create a variable for its average, and in a closure call "
                 "average.assign_sub((1 - decay) * (average.value() - variable.value()))."
             )
 
@@ -202,5 +202,5 @@ def _check_variables(kind: str, variables: Any) -> None:
         if isinstance(variable, SyncOnReadVariable):
             raise ValueError(
                 f"{kind}: the SyncOnRead variable {variable.name!r} differs from replica to "
-                "replica. Give mirrored variables."
+                "replica. Pass mirrored variables."
             )

@@ -110,7 +110,7 @@ class SGD(Optimizer):
         if self.sharded_slots and self.momentum == 0:
             raise ValueError(
                 "SGD: sharded_slots=True divides the slots among the ranks, but without momentum "
-                "there are none. Give a momentum above 0, or leave sharded_slots out."
+                "there are none. Pass a momentum above 0, or leave sharded_slots out."
             )
 
     @property

@@ -68,7 +68,7 @@ def split_pairs(
             )
     variables = [variable for _, variable in pairs]
     if not may_repeat:
-        _check_each_once(kind, variables, " Add its gradients, and give it once.")
+        _check_each_once(kind, variables, " Add its gradients, and pass it once.")
     return [gradient for gradient, _ in pairs], variables
 
 
@@ -80,7 +80,7 @@ def check_owners(kind: str, strategy: Any, variables: Sequence[Variable]) -> Non
             raise ContextError(
                 f"{kind}: the variable {variable.name!r} belongs to {variable.strategy!r}, but "
                 f"the step is one of {strategy!r}. Different strategies cannot be mixed: use the "
-                "optimizer and its variables in the scope that they were made in."
+                "optimizer and its variables in the scope in which they were created."
             )
 
 
@@ -170,7 +170,8 @@ def _checked(kind: str, gradient: Any, variable: Variable, summed: bool) -> Any:
     array = _as_array(what, gradient)
     if tuple(array.shape) != variable.shape:
         raise ValueError(
-            f"{what} has the shape {tuple(array.shape)}, but the variable {variable.shape}."
+            f"{what} has the shape {tuple(array.shape)}, but the variable has the shape "
+            f"{variable.shape}."
         )
     return _cast(what, array, variable)
 
@@ -181,7 +182,7 @@ def _as_array(what: str, gradient: Any) -> Array:
     try:
         return np.asarray(gradient)
     except ValueError as reason:
-        raise ValueError(f"{what} is a sequence that makes no array: {reason}") from None
+        raise ValueError(f"{what} is a sequence that is not an array: {reason}") from None
 
 
 def _cast(what: str, array: Array, variable: Variable) -> Array:

@@ -50,8 +50,8 @@ def apply_remotely(optimizer: Optimizer, strategy: context.Strategy, pairs: Any)
     plain = [each.name for each in variables if not isinstance(each, RemoteVariable)]
     if plain:
         raise ValueError(
-            f"{kind}: the variables {plain} are of this rank alone. Make them in the scope of "
-            f"{strategy!r}, or use an optimizer of their own."
+            f"{kind}: the variables {plain} belong to this rank only. Create them in the scope of "
+            f"{strategy!r}, or use a separate optimizer for them."
         )
     checked = check_gradients(kind, given, variables, True)
     missing = [v.name for g, v in zip(checked, variables, strict=True) if g is None]

@@ -120,8 +120,8 @@ class RemoteVariable(Variable):
 
     def _refuse(self, what: str) -> NoReturn:
         raise NotImplementedError(
-            f"{what}: the variable {self.name!r} lies on {', '.join(self._devices)}, and its rows "
-            "come by messages. Read some by lookup(ids), or all by value()."
+            f"{what}: the variable {self.name!r} is on {', '.join(self._devices)}, and reading it "
+            "needs messages. Read some rows with lookup(ids), or all of them with value()."
         )
 
     @property
@@ -308,8 +308,8 @@ class RemoteVariable(Variable):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise copy.Error(
-            f"The variable {self.name!r} lies on {', '.join(self._devices)} and cannot be copied. "
-            "Make another one with its value in the scope of the strategy, before serve()."
+            f"The variable {self.name!r} is on {', '.join(self._devices)} and cannot be copied. "
+            "Create a second one with its value in the scope of the strategy, before serve()."
         )
 
 

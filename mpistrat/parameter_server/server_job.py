@@ -113,11 +113,11 @@ class ServerJob:
         """Raise an error if a new variable would not be known on all ranks."""
         if self.phase is Phase.SERVING:
             raise ValueError(
-                f"The variable {name!r} cannot be made any more, as the ranks serve: all of them "
-                "must know every variable. Make it on every rank before serve() and the "
-                "ClusterCoordinator; a function that runs on one worker alone may use arrays."
+                f"The variable {name!r} cannot be created after serve(), because all ranks must "
+                "know every variable. Create it on every rank before serve() and before the "
+                "ClusterCoordinator; a function that runs on only one worker can use arrays."
             )
-        self.require_setup(f"making the variable {name!r}")
+        self.require_setup(f"creating the variable {name!r}")
 
     def require_setup(self, what: str) -> None:
         """Raise an error if the setup, in which all ranks act together, is over."""
@@ -215,8 +215,8 @@ class ServerJob:
         rank = min(lost)
         losses.leave_without(
             rank,
-            f"is lost: {lost[rank]}. The job ends; started with Open MPI's {FLAG}, it would "
-            "go on without a worker.",
+            f"is lost: {lost[rank]}. The job ends. If you start it with Open MPI's {FLAG}, it "
+            "continues without a lost worker.",
             is_first=self._is_first_of_the_rest(lost),
         )
 
@@ -234,7 +234,7 @@ class ServerJob:
         lost = {0, *self.messages.lost, *self.group.channel.departures.lost()}
         losses.leave_without(
             0,
-            "is lost, which was the chief. The others cannot go on. Start the job again from a "
+            "is lost. It was the chief, so the others cannot continue. Start the job again from a "
             "checkpoint.",
             is_first=self._is_first_of_the_rest(lost),
         )

@@ -31,6 +31,7 @@ from mpistrat.strategies.cluster_resolver import ClusterResolver
 from mpistrat.strategies.extended import StrategyExtended
 from mpistrat.strategies.mpi import MPIStrategy
 from mpistrat.strategies.rank_groups import RankGroups
+from mpistrat.system.text import counted
 from mpistrat.variables import Variable
 from mpistrat.variables.placement import Remote, Whole
 
@@ -60,7 +61,7 @@ class ServerExtended(StrategyExtended):
         if optimizer.sharded_slots or optimizer.loss_scale is not None:
             raise NotImplementedError(
                 f"{type(optimizer).__name__}: sharded_slots and loss_scale are for replicas that "
-                "step together. Under ParameterServerStrategy slots lie with their variable."
+                "step together. Under ParameterServerStrategy the servers store the slots."
             )
         # Messages name optimizers by number, so all ranks must create them in the same order.
         with self._job.group.call(type(optimizer).__name__) as call:
@@ -90,7 +91,7 @@ class ServerExtended(StrategyExtended):
         if not self._job.closure_depth and not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                "strategy.run outside of a closure runs on this rank alone. Schedule a function "
+                "strategy.run outside of a closure runs on this rank only. Schedule a function "
                 "that calls it: coordinator.schedule(fn).",
                 UserWarning,
                 stacklevel=4,
@@ -108,7 +109,7 @@ class ServerExtended(StrategyExtended):
     def _check_may_iterate(self) -> None:
         if not self._job.closure_depth:
             raise ValueError(
-                "A data set of ParameterServerStrategy is iterated by the workers: pass "
+                "The workers iterate over a dataset of ParameterServerStrategy: pass "
                 "coordinator.create_per_worker_dataset(function) to closures, and call "
                 "next(iterator) there."
             )
@@ -120,7 +121,7 @@ class ServerExtended(StrategyExtended):
         context.require_cross_replica(self._container, "serve")
         if self._job.group.rank == 0:
             raise ContextError(
-                "serve() is for servers and workers, and this is the chief: make "
+                "serve() is for servers and workers, but this is the chief: create "
                 "ms.coordinator.ClusterCoordinator(strategy) here, and schedule closures."
             )
         if self._job.phase is Phase.SERVING:
@@ -156,7 +157,7 @@ class ServerExtended(StrategyExtended):
     def _check_may_save(self, what: str) -> None:
         if self._job.group.rank:
             raise ContextError(
-                f"{what} is for the chief alone here, which asks the servers. Call it where "
+                f"{what} is for the chief only, which asks the servers. Call it if "
                 'strategy.cluster_resolver.task_type == "chief".'
             )
 
@@ -296,9 +297,9 @@ class ParameterServerStrategy(MPIStrategy):
         self._num_ps = as_integer("ParameterServerStrategy: num_ps", self._num_ps, 0)
         if self._num_ps and world.size < self._num_ps + 2:
             raise LaunchError(
-                f"ParameterServerStrategy(num_ps={self._num_ps}) needs a chief, {self._num_ps} "
-                f"server(s) and at least one worker, so {self._num_ps + 2} ranks, but "
-                f"{world.size} were started. Start more, or take fewer servers."
+                f"ParameterServerStrategy(num_ps={self._num_ps}) needs a chief, "
+                f"{counted(self._num_ps, 'server')} and at least one worker, so {self._num_ps + 2} "
+                f"ranks, but {world.size} were started. Start more ranks or use fewer servers."
             )
 
     @property
@@ -385,8 +386,8 @@ class ParameterServerStrategy(MPIStrategy):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise RuntimeError(
-            "A ParameterServerStrategy cannot be copied: its ranks serve one chief. Make another "
-            "one on every rank."
+            "A ParameterServerStrategy cannot be copied: its ranks serve one chief. Create "
+            "a second one on every rank."
         )
 
     def __repr__(self) -> str:

@@ -29,8 +29,8 @@ def compare_arithmetic(ranks: Collectives) -> str:
         groups = {each: [r for r, own in enumerate(found) if own == each] for each in found}
         lines = [f"  {rank_list(members)}: {each}" for each, members in groups.items()]
         _logger.warning(
-            "The ranks compute with different bits (another type of CPU, or another number of BLAS "
-            "threads), so results will depend on which rank computes a replica:\n%s",
+            "Computations on these ranks give different bits, because their types of CPU or "
+            "numbers of BLAS threads differ. Results depend on which rank computes a replica:\n%s",
             "\n".join(lines),
         )
     return found[0]

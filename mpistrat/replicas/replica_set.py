@@ -27,6 +27,7 @@ from mpistrat.replicas.replica_channel import ReplicaChannel, replicas_disagree
 from mpistrat.replicas.replica_reducer import ReplicaLinks
 from mpistrat.replicas.replica_threads import ReplicaCall, ReplicaThreads
 from mpistrat.system.callsite import failure_site, site_of_thread
+from mpistrat.system.text import counted
 from mpistrat.tracing.spans import span
 from mpistrat.values import (
     DistributedValues,
@@ -334,9 +335,9 @@ class ReplicaSet:
         components, expected = leaf.values, len(self.ids)
         if len(components) != expected:
             raise ValueError(
-                f"{kind}: {leaf!r} holds {len(components)} component(s), but this rank has "
-                f"{expected} of the {self.num_replicas} replicas. Let strategy.run or "
-                "experimental_distribute_values_from_function make it."
+                f"{kind}: {leaf!r} holds {counted(len(components), 'component')}, but this rank "
+                f"has {expected} of the {self.num_replicas} replicas. Use a value that "
+                "strategy.run or experimental_distribute_values_from_function returns."
             )
         return components[position]
 
@@ -365,9 +366,10 @@ class ReplicaSet:
             for leaf in leaves:
                 if is_value(leaf):
                     raise ValueError(
-                        f"{kind}: a plain array or number is the component of one replica, but "
-                        "which one's depends on the number of ranks, with num_replicas. Give what "
-                        "strategy.run or experimental_distribute_values_from_function returns."
+                        f"{kind} got a plain array or number. With num_replicas=, a rank can run "
+                        "several replicas, so it is unclear which one it belongs to. Pass the "
+                        "PerReplica that strategy.run or "
+                        "experimental_distribute_values_from_function returns."
                     )
                 self._component(kind, 0, leaf)
             # The ranks agree here only on the check. It ends before the functions run, because

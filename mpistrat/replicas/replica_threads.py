@@ -318,7 +318,7 @@ class ReplicaThreads:
         except RuntimeError as error:
             raise RuntimeError(
                 f"This rank has {count + 1} replicas, which need {count} threads, but the system "
-                f"gives {len(self._threads)} ({error}). Start more ranks, take fewer replicas, or "
+                f"allows {len(self._threads)} ({error}). Start more ranks, use fewer replicas, or "
                 "raise the limit of processes (ulimit -u)."
             ) from error
 

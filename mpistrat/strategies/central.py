@@ -199,6 +199,6 @@ class CentralStorageStrategy(MPIStrategy):
             raise ValueError(
                 f"CentralStorageStrategy keeps variables in the memory of one node, but its "
                 f"{world.size} ranks run on {len(world.hosts)}: {', '.join(world.hosts)}. Use "
-                "MPIStrategy, or give a comm of the ranks of one node, such as "
+                "MPIStrategy, or pass a comm of the ranks of one node, such as "
                 "MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)."
             )

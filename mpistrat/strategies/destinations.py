@@ -78,7 +78,7 @@ def parse_destination(call: CollectiveCall, destination: Any, strategy: Any) -> 
         return _named_place(call, destination, strategy)
     if destination is None:
         raise ValueError(
-            f"{call.kind}: destinations is None. Give a variable, a distributed value, an array "
+            f"{call.kind}: destinations is None. Pass a variable, a distributed value, an array "
             'or a device string such as "cpu:0".'
         )
     if isinstance(destination, Variable) and destination.strategy not in (None, strategy):

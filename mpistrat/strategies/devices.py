@@ -15,7 +15,7 @@ from mpistrat.errors import LaunchError
 from mpistrat.mpi.launcher import find_launcher
 from mpistrat.mpi.world import World, attached, is_started
 from mpistrat.system.cpu import cores_near_pci, own_cores
-from mpistrat.system.text import rank_list, ranks_by_value
+from mpistrat.system.text import counted, rank_list, ranks_by_value
 
 if TYPE_CHECKING:
     from mpistrat.cuda_awareness import CudaAwareness
@@ -172,12 +172,12 @@ def _format_sharing(ranks: Sequence[int], of_node: Sequence[Offer | None]) -> st
     share = "MPISTRAT_SHARE_GPUS=on lets ranks share GPUs."
     if len(visible) >= num_ranks:
         return (
-            f"{who}, but their node shows {len(visible)} GPUs to its {num_ranks} ranks. Give each "
-            f'rank another one to see, or use device="auto", which chooses a free one. {share}'
+            f"{who}, but their node shows {len(visible)} GPUs to its {num_ranks} ranks. Show each "
+            f'rank a different one, or use device="auto", which chooses a free one. {share}'
         )
     return (
-        f"{who}: their node has {num_ranks} ranks and shows them {len(visible)} GPU(s). Start as "
-        f"many ranks on a node as it has GPUs (srun --ntasks-per-node={len(visible)}), ask for "
+        f"{who}: their node has {num_ranks} ranks, which see {counted(len(visible), 'GPU')}. Start "
+        f"as many ranks on a node as it has GPUs (srun --ntasks-per-node={len(visible)}), ask for "
         f'more GPUs (srun --gpus-per-node={num_ranks}), or use device="cpu". {share}'
     )
 

@@ -150,7 +150,7 @@ class StrategyExtended(ExtendedV1):
         logs.flush()  # while rank 0 can still print for all
         error = RuntimeError(
             f"{self._container!r} was closed by close() and cannot be used any more. Close a "
-            "strategy after its last use, or make another one."
+            "strategy after its last use, or create a new one."
         )
         self._groups.close(error)
         self._collectives.close(error)
@@ -550,8 +550,8 @@ class StrategyExtended(ExtendedV1):
             is_ours = isinstance(place, tuple) and place == self.parameter_devices
         if not is_ours:
             raise ValueError(
-                f"{what} takes a variable made in the scope of this strategy, or what "
-                f"non_slot_devices returns, not {place!r}."
+                f"{what} takes a variable created in the scope of this strategy, or the result of "
+                f"non_slot_devices, not {place!r}."
             )
 
     def variable_created_in_scope(self, v: Variable) -> bool:

@@ -91,7 +91,7 @@ class MultiStepContext:
         if reduce_op is None:
             raise ContextError(
                 f"set_last_step_output({name!r}) inside strategy.run needs a reduce_op, because "
-                "each replica has its own output. Give one, or call it in cross-replica "
+                "each replica has its own output. Pass one, or call it in cross-replica "
                 "context."
             )
         frame.replica_context.merge_call(
@@ -299,8 +299,9 @@ class ExtendedV1(abc.ABC):
                 )
             if isinstance(array, PerReplica):
                 raise ValueError(
-                    "broadcast_to: the value is a PerReplica, but rank 0's alone is sent: forgot "
-                    "strategy.run? Give its component (numpy.asarray), or reduce it."
+                    "broadcast_to sends one array from rank 0 to all ranks, but got a PerReplica: "
+                    "forgot strategy.run? Pass numpy.asarray(value) to send rank 0's component, or "
+                    "combine the components with strategy.reduce first."
                 )
             value = broadcast(call, as_array(call.kind, unwrap_mirrored(array)))
         return Mirrored(value if where is None else place(value, Device(where.kind, where.index)))

@@ -44,6 +44,7 @@ from mpistrat.strategies.devices import (
 from mpistrat.strategies.extended import StrategyExtended
 from mpistrat.strategies.rank_groups import open_groups
 from mpistrat.strategies.strategy import Strategy
+from mpistrat.system.text import counted
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -326,8 +327,8 @@ def _as_partitioner(
         raise ValueError(f'variable_partitioner is {given!r}, but the only name is "ranks".')
     if given is not None and not callable(given):
         raise TypeError(
-            'variable_partitioner must be "ranks" or callable, as those of mpistrat.partitioners '
-            f"are, not {given!r}."
+            'variable_partitioner must be "ranks" or a callable, such as a partitioner of '
+            f"mpistrat.partitioners, not {given!r}."
         )
     return given
 
@@ -336,8 +337,8 @@ def _check_is_alone(layout: Layout, variable_partitioner: object) -> None:
     """Raise an error for arguments besides ``num_replicas=`` that divide anything over ranks."""
     if layout.ranks_per_replica > 1 or variable_partitioner is not None:
         raise NotImplementedError(
-            "num_replicas beside ranks_per_replica or a variable_partitioner: what these divide "
-            "over ranks would depend on their number. Leave one of them out."
+            "num_replicas cannot be combined with ranks_per_replica or a variable_partitioner, "
+            "because these divide values by the number of ranks. Leave one of them out."
         )
 
 
@@ -371,11 +372,11 @@ def _warn_of_missing_kernels() -> None:
 @functools.cache
 def _warn_of_shared_cores(num_ranks: int, num_cores: int) -> None:
     _logger.warning(
-        "%d ranks on a node share %d core(s), so each waits while another runs. Start fewer, or "
+        "%d ranks on a node share %s, so each waits while another one runs. Start fewer ranks, or "
         "ask for more cores: srun --cpus-per-task=1, mpiexec --bind-to none (Open MPI) or "
-        "-bind-to none (MPICH). MPISTRAT_OVERSUBSCRIBE=on ends this warning.",
+        "-bind-to none (MPICH). MPISTRAT_OVERSUBSCRIBE=on switches this warning off.",
         num_ranks,
-        num_cores,
+        counted(num_cores, "core"),
     )
 
 

@@ -28,6 +28,11 @@ def readable_time(time_s: float) -> str:
     return f"{time_s * 1e3:.3g} ms" if time_s >= 1e-3 else f"{time_s * 1e6:.3g} us"
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, such as ``1 rank`` or ``2 ranks``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def ranks_by_value(values: Iterable[tuple[int, _Value]]) -> dict[_Value, list[int]]:
     """Return, for pairs of ranks and values, which ranks have each value."""
     ranks: dict[_Value, list[int]] = {}

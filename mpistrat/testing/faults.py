@@ -83,7 +83,7 @@ def _read(
         text = f"raise:{type(fault).__name__}@{place}"
         return Fault("raise", fault, read.rank, read.collective, read.seed, text)
     if not isinstance(fault, str):
-        raise TypeError(f"fault must be a text or an exception, not {fault!r}.")
+        raise TypeError(f"fault must be a string or an exception, not {fault!r}.")
     return read_fault(f"{fault}@{place}" if place else fault)
 
 
@@ -99,6 +99,6 @@ def _channel_of(strategy: Strategy | None) -> Channel:
 
 def _refuse() -> Channel:
     raise ContextError(
-        "inject needs a strategy whose collectives it can count. Make an MPIStrategy first, or "
+        "inject needs a strategy whose collectives it can count. Create an MPIStrategy first, or "
         "name one with strategy=."
     )

@@ -61,10 +61,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m mpistrat.testing smoke",
         description="Try an installation: collectives, data, training and checkpoints, in seconds. "
-        "Run it alone and under the launcher of the machine.",
+        "Run it on one process and under the launcher of the machine.",
     )
     parser.add_argument(
-        "--folder", default=".", help="where a temporary folder is made that all ranks see"
+        "--folder", default=".", help="folder that all ranks see, for temporary files"
     )
     arguments = parser.parse_args(argv)
     try:
@@ -109,7 +109,7 @@ def _expect(found: Any, expected: Any, what: str) -> None:
     found, expected = np.asarray(found), np.asarray(expected)
     if found.shape != expected.shape or not np.array_equal(found, expected):
         raise AssertionError(
-            f"{what}: {found.reshape(-1)[:4]} came, not {expected.reshape(-1)[:4]}"
+            f"{what}: got {found.reshape(-1)[:4]}, expected {expected.reshape(-1)[:4]}"
         )
 
 

@@ -280,7 +280,7 @@ class Part:
         with open(path, encoding="utf-8") as file:
             header = _parsed(file.readline())
         if not isinstance(header, dict) or header.get("format") != _FORMAT:
-            raise ValueError(f"{path} is no part of a timeline.")
+            raise ValueError(f"{path} is not a part of a timeline.")
         if header.get("format_version") != _FORMAT_VERSION:
             raise ValueError(
                 f"{path} has version {header.get('format_version')} of the format; this is for "

@@ -131,8 +131,8 @@ def _drift(
         f"The replicas of the variable {variable.name!r}{place}, {variable.dtype} of the shape "
         f"{variable.full_shape}, have drifted apart:\n"
         + "\n".join(lines)
-        + " Writes in update context must be the same on every rank. To go on, assign one value "
-        "to all or restore a checkpoint."
+        + " Writes in update context must be the same on every rank. To continue, assign one value "
+        "to all replicas or restore a checkpoint."
     )
 
 
@@ -140,7 +140,7 @@ def lines_of_groups(digests: Mapping[int, object]) -> list[str]:
     """Return lines that say which ranks have equal digests, from the digest of each rank."""
     groups = ranks_by_value(digests.items())
     largest_first = sorted(groups.values(), key=len, reverse=True)
-    lines = [f"  {rank_list(ranks)}: another value" for ranks in largest_first[:_MAX_GROUPS]]
+    lines = [f"  {rank_list(ranks)}: a different value" for ranks in largest_first[:_MAX_GROUPS]]
     lines[0] = f"  {rank_list(largest_first[0])}: one value"
     if largest_first[_MAX_GROUPS:]:
         lines.append(f"  and {len(largest_first) - _MAX_GROUPS} more groups of ranks")

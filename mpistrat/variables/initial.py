@@ -108,7 +108,7 @@ class InitialValue:
             if self.shape is not None and callable(given) and _takes_part(given):
                 if dtype is None:
                     raise TypeError(
-                        "An initial value that is made in parts needs dtype= beside shape=."
+                        "An initial value that is created in parts needs dtype= and shape=."
                     )
                 self._part = given
             else:

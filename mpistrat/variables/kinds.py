@@ -82,7 +82,7 @@ class WrittenTogether(Variable):
             if self.aggregation is VariableAggregation.NONE:
                 raise ValueError(
                     f"{write.how} of the {self._adjective} variable {self.name!r} in replica "
-                    "context needs an aggregation: make the variable with "
+                    "context needs an aggregation: create the variable with "
                     "aggregation=VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA, or write in "
                     "cross-replica context (merge_call)."
                 )
@@ -244,7 +244,7 @@ class SyncOnReadVariable(Variable):
         if self.aggregation is VariableAggregation.NONE:
             raise ValueError(
                 f"The SyncOnRead variable {self.name!r} has aggregation NONE, so a {what} across "
-                "replicas has no meaning. Make it with SUM, MEAN or ONLY_FIRST_REPLICA, or read "
+                "replicas has no meaning. Create it with SUM, MEAN or ONLY_FIRST_REPLICA, or read "
                 "it inside strategy.run."
             )
 

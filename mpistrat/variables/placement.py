@@ -554,10 +554,10 @@ def take_node_memory(call: CollectiveCall, num_bytes: int, what: str) -> np.ndar
     # All ranks raise or none does, so none is left waiting.
     if memory is None:
         raise ValueError(
-            f"{what} needs {readable_size(num_bytes)} ({num_bytes} bytes) of memory that all ranks "
-            "of the node share, which the system does not give: too much for its memory or for the "
-            "limits of a process (ulimit -v, -n, -f), or no memfd_create. Use MPIStrategy, which "
-            "keeps a copy on each rank."
+            f"{what} needs {readable_size(num_bytes)} ({num_bytes} bytes) of shared memory, but "
+            "the system does not provide it: its memory or the limits of a process (ulimit -v, "
+            "-n, -f) are too small, or there is no memfd_create. Use MPIStrategy, which keeps a "
+            "copy on each rank."
         )
     return memory
 

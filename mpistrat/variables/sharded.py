@@ -54,9 +54,9 @@ class ShardedVariable(WrittenTogether):
     def __new__(cls, *args: Any, **kwargs: Any) -> ShardedVariable:
         """Raise `TypeError`: only `Variable` creates sharded variables."""
         raise TypeError(
-            "A ShardedVariable is made by ms.Variable(...), in the scope of a strategy whose "
-            "variable_partitioner wants several parts. Parts that are there already are made "
-            "one by an initial value that takes partition_shape and partition_offset."
+            "A ShardedVariable cannot be created directly. Call ms.Variable(...) in the scope of a "
+            "strategy with a variable_partitioner. To build it from existing parts, pass an "
+            "initial_value function with the arguments partition_shape and partition_offset."
         )
 
     @property
@@ -150,8 +150,8 @@ class ShardedVariable(WrittenTogether):
 
     def _why_no_array(self, what: str) -> str:
         return (
-            f"{what}: the rows of the sharded variable {self.name!r} lie on several ranks. Give "
-            "value(), which brings all of them to every rank, or part, which has those of this one."
+            f"{what}: the rows of the sharded variable {self.name!r} are on several ranks. Pass "
+            "value(), which gathers all rows on every rank, or part, the rows of this rank."
         )
 
     def _gathered(self) -> np.ndarray:
@@ -165,8 +165,8 @@ class ShardedVariable(WrittenTogether):
         if num_bytes > limit:
             raise ValueError(
                 f"The sharded variable {self.name!r} has {readable_size(num_bytes)}, more than "
-                f"MPISTRAT_GATHER_LIMIT lets a read bring to every rank ({readable_size(limit)}). "
-                "Read rows by lookup(ids), or those of this rank by part."
+                f"a read may gather on every rank (MPISTRAT_GATHER_LIMIT, {readable_size(limit)}). "
+                "Read rows with lookup(ids), or the rows of this rank with part."
             )
 
     def __getitem__(self, index: Any) -> Any:

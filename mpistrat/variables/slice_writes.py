@@ -75,7 +75,7 @@ class SliceWrite:
         if target.is_mirrored and not self.is_arithmetic and merges:
             raise NotImplementedError(
                 f"{what}: rows cannot be merged over replicas by {target.aggregation.name} and "
-                "then overwrite others. Make the variable with "
+                "then overwrite others. Create the variable with "
                 "aggregation=VariableAggregation.ONLY_FIRST_REPLICA or NONE."
             )
         if self.is_arithmetic:
@@ -152,8 +152,8 @@ def _check_shapes(
         )
     if slices.dense_shape not in (None, target.shape):
         raise ValueError(
-            f"{what}: the slices have the dense_shape {slices.dense_shape}, but the variable the "
-            f"shape {target.shape}."
+            f"{what}: the slices have the dense_shape {slices.dense_shape}, but the variable has "
+            f"the shape {target.shape}."
         )
 
 

@@ -42,7 +42,7 @@ def numeric(name: str, value: Any, dtype: Any) -> np.ndarray:
         if not hasattr(value, "dtype") and not _holds(dtype, array):
             raise ValueError(
                 f"The variable {name!r} of dtype {dtype} cannot hold the initial value {value!r} "
-                "exactly. Give it another dtype, or a NumPy array, which is cast."
+                "exactly. Pass a different dtype, or a NumPy array, which is cast."
             )
         if wraps_around(array, dtype):
             raise ValueError(
@@ -54,7 +54,7 @@ def numeric(name: str, value: Any, dtype: Any) -> np.ndarray:
     if array.dtype.kind not in "biuc" and not is_floating(array.dtype):
         raise ValueError(
             f"The variable {name!r} cannot hold a value of dtype {array.dtype}: "
-            "give an array of bools, integers, floats or complex numbers."
+            "pass an array of bools, integers, floats or complex numbers."
         )
     # Data from a file may have the opposite byte order, which MPI's datatypes and the compiled code
     # do not support.
@@ -72,7 +72,7 @@ def _as_given(what: str, value: Any) -> tuple[Array, bool]:
     if isinstance(value, DistributedValues):
         value = value.values[0]
     if isinstance(value, np.ma.MaskedArray):
-        raise TypeError(f"{what} takes no masked array. Fill it first: array.filled(value).")
+        raise TypeError(f"{what} does not take masked arrays. Fill it first: array.filled(value).")
     if isinstance(value, IndexedSlices):
         raise TypeError(
             f"{what} takes a whole value, not IndexedSlices. Use scatter_update, scatter_add or "
@@ -245,8 +245,8 @@ class DenseWrite:
         array, is_plain = _as_given(what, value)
         if tuple(array.shape) != target.shape:
             raise ValueError(
-                f"{what}: the value has the shape {tuple(array.shape)}, but the variable "
-                f"{target.shape}. Values are not broadcast: give one of its shape."
+                f"{what}: the value has the shape {tuple(array.shape)}, but the variable has "
+                f"the shape {target.shape}. Values are not broadcast: pass one of the same shape."
             )
         return cast_to(what, array, is_plain, target.dtype, target.device)
 

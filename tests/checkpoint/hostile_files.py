@@ -235,7 +235,7 @@ TRICKS = {
     cycle: "second name",
     cycle_through_the_root: "second name",
     second_name: "second name",
-    named_type: "neither a group nor a data set",
+    named_type: "neither a group nor a dataset",
     parent_as_a_name: "has a name that no object can have",
     deep_groups: "lies below 100 groups",
     external_storage: "in other files",

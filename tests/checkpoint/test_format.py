@@ -339,7 +339,7 @@ def test_the_commands_know_the_files(tmp_path, capsys, monkeypatch):
         damage(path)
     assert main(["verify", str(tmp_path)]) == 1
     lines = capsys.readouterr().out.splitlines()
-    verdicts = {Path(x.split(": ")[0]).stem: x.split(": ")[1] for x in lines if ": NOT" in x}
-    assert verdicts == dict.fromkeys(DAMAGE, "NOT SOUND")
+    verdicts = {Path(x.split(": ")[0]).stem: x.split(": ")[1] for x in lines if ": DAMAGED" in x}
+    assert verdicts == dict.fromkeys(DAMAGE, "DAMAGED")
     monkeypatch.chdir(FILES)
     assert main(["verify", ""]) == 2, "no name is not the folder that this runs in"

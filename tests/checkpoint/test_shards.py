@@ -86,7 +86,7 @@ def test_a_file_that_ends_too_early(handle):
     ("parts", "words"),
     [
         ([(0, 2)], "have 2 of the 4 elements of x. All ranks of its device mesh"),
-        ([(0, 2), (1, 2)], "the file does not hold what they have written of x"),
+        ([(0, 2), (1, 2)], "the file does not contain the values of x that they have written"),
     ],
 )
 def test_what_the_ranks_have_not_written_as_they_say_is_no_checkpoint(tmp_path, parts, words):

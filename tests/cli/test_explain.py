@@ -71,7 +71,7 @@ def test_equal_records_agree(explain):
     code, found, text = explain([dump(r, [entry(n) for n in range(5)]) for r in range(4)])
     assert code == 0
     assert found["divergences"] == []
-    assert "4 of 4 ranks" in text
+    assert "4 of 4 ranks left a flight record" in text
     assert "agree on every collective" in text
 
 
@@ -94,7 +94,8 @@ def test_another_shape_is_found_where_it_came_first(explain, guilty):
         [rank for rank in range(4) if rank != guilty],
         [guilty],
     ]
-    assert f"collective 5: rank {guilty} differs from the others" in text
+    assert f"Rank {guilty} diverges from the others at collective 5:" in text
+    assert "last collective" not in text, "the table of the divergence shows it"
     assert "eval.py:7" in text
     assert "train.py:10" in text
 
@@ -121,6 +122,12 @@ def test_a_rank_that_does_not_come(explain):
     (divergence,) = found["divergences"]
     assert (divergence["number"], divergence["suspects"]) == (1, [2])
     assert "train.py:44" in text
+    _, _, others = text.partition("What the other ranks did last:\n")
+    (title, row) = others.splitlines()
+    assert title.endswith("record written because")
+    assert row.split()[:2] == ["2", "0:"]
+    assert 'all_reduce("sum"' in row
+    assert row.endswith("signal SIGUSR2")
 
 
 def test_a_rank_without_a_dump_is_named(explain):
@@ -130,7 +137,7 @@ def test_a_rank_without_a_dump_is_named(explain):
     assert code == 1
     assert found["missing_dumps"] == [3]
     assert found["divergences"][0]["suspects"] == [3]
-    assert "There is none of rank 3." in text
+    assert "There is no record from rank 3." in text
 
 
 def test_an_older_dump_is_no_divergence(explain):
@@ -175,7 +182,7 @@ def test_the_first_of_two_communicators_is_named_first(explain):
     code, found, text = explain([two(rank) for rank in range(4)])
     assert code == 1
     assert [each["members"] for each in found["divergences"]] == [[[2, 3]], [[0, 3]]]
-    assert "among ranks 2-3: ranks 2-3 differ from each other" in text
+    assert "Ranks 2 and 3 diverge at collective 0 among ranks 2-3:" in text
 
 
 def _damaged(**changes):
@@ -186,16 +193,19 @@ def _damaged(**changes):
     ("text", "message"),
     [
         ("not json", "not JSON"),
-        ("[]", "no flight record"),
+        ("[]", "not a flight record"),
         ("[" * 100_000, "not JSON"),
-        (_damaged(size=10**12), "damaged: it is of rank 0 of 1000000000000"),
-        (_damaged(rank=True), "damaged: it is of rank True of 2"),
-        (_damaged(rank=2), "damaged: it is of rank 2 of 2"),
-        (_damaged(channels=[{"members": [[0, 10**12]], "entries": []}]), "channels of ranks"),
+        (_damaged(size=10**12), "damaged: it names rank 0 of 1000000000000"),
+        (_damaged(rank=True), "damaged: it names rank True of 2"),
+        (_damaged(rank=2), "damaged: it names rank 2 of 2"),
+        (
+            _damaged(channels=[{"members": [[0, 10**12]], "entries": []}]),
+            "channels have ranks beyond the 2 of the job",
+        ),
         (_damaged(channels=[{"members": [[0]], "entries": []}]), "damaged"),
         (_damaged(channels=None), "damaged"),
         ('{"format": "mpistrat-flight", "format_version": 2, "rank": 0, "size": 1}', "version 2"),
-        ('{"format": "mpistrat-flight", "format_version": 1}', "is of rank None of None"),
+        ('{"format": "mpistrat-flight", "format_version": 1}', "names rank None of None"),
         ('{"format": "mpistrat-flight", "format_version": 1, "rank": 0, "size": 1}', "damaged"),
     ],
 )
@@ -216,4 +226,4 @@ def test_unusable_choices_of_files(tmp_path, capsys):
     assert main(["explain", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 2
     assert "older job" in capsys.readouterr().err
     assert main(["explain", str(tmp_path / "a.json"), str(tmp_path / "c.json")]) == 2
-    assert "both of rank 0" in capsys.readouterr().err
+    assert "both from rank 0" in capsys.readouterr().err

@@ -123,10 +123,10 @@ def test_a_terminal_without_box_characters(file, encoding, name):
 
 @pytest.mark.launches
 def test_colours_are_for_terminals_that_have_them(file):
-    green, bold = "\x1b[32msound\x1b[0m", "\x1b[1m"
+    green, bold = "\x1b[32mok\x1b[0m", "\x1b[1m"
     assert green in sent_to_a_terminal(80, "verify", file)
     assert bold in sent_to_a_terminal(120, "inspect", file)
-    plain = f"{file}: sound, 4 variable(s), 24 B\n"
+    plain = f"{file}: ok, 4 variables, 24 B\n"
     for variables in ({"NO_COLOR": "1"}, {"TERM": "dumb"}, {"TERM": "dumb", "FORCE_COLOR": "1"}):
         assert sent_to_a_terminal(80, "verify", file, **variables) == plain
     piped = subprocess.run(
@@ -194,7 +194,7 @@ def test_json_of_verify_and_diff(file, tmp_path, capsys):
     assert main(["diff", "--json", file, str(other)]) == 1
     found = json.loads(capsys.readouterr().out)
     assert (found["equal"], found["num_paths"]) == (False, 4)
-    assert found["differences"]["step"] == "largest difference 2, in 2 of 3 element(s)"
+    assert found["differences"]["step"] == "largest difference 2, in 2 of 3 elements"
     other.write_bytes(other.read_bytes()[:-1])
     assert main(["verify", "--json", str(tmp_path)]) == 1
     verdict = json.loads(capsys.readouterr().out)[str(other)]

@@ -3,15 +3,18 @@
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from mpistrat.mpi.mpiexec import mpiexec_program
 from mpistrat.system import processes
+from mpistrat.system.text import counted
 from mpistrat.testing import launch
 from tests import ROOT
 
@@ -97,8 +100,22 @@ def test_the_ranks_get_arguments_input_and_threads(program):
     )
     shown, *rest = done.stderr.splitlines()
     assert not rest
-    assert shown.startswith("mpistrat run: OPENBLAS_NUM_THREADS=3 MKL_NUM_THREADS=3 ")
-    assert re.search(r"mpiexec( --\S+( none)?)* -n 2 \S+ \S+/program.py --epochs 3 -n 7$", shown)
+    python = re.escape(Path(sys.executable).name)
+    start = rf"mpiexec( --\S+( none)?)* -n 2 {python}"
+    assert re.fullmatch(rf"mpistrat run: {start} \S+/program.py --epochs 3 -n 7", shown)
+
+
+def test_verbose_prints_the_command_with_paths_and_variables(program):
+    path = program("raise SystemExit(3)")
+    done = run(*("-v", "-n", 2, "--oversubscribe", "--restarts", 1, path), OMP_NUM_THREADS="3")
+    shown = [x for x in done.stderr.splitlines() if "program.py" in x and "mpistrat run:" in x]
+    assert len(shown) == 2, done.stderr  # the restart has a different MPISTRAT_RESTART
+    for line in shown:
+        assert line.startswith("mpistrat run: OPENBLAS_NUM_THREADS=3 MKL_NUM_THREADS=3 ")
+        assert f" -n 2 {shlex.quote(sys.executable)} {path}" in line
+    assert "MPISTRAT_RESTART=1 " in shown[1]
+    short = run("-n", 2, "--oversubscribe", "--restarts", 1, path)
+    assert short.stderr.count(f" {path}") == 1
 
 
 def test_threads_share_the_cores(program):
@@ -116,7 +133,7 @@ def test_more_ranks_than_cores_have_to_be_asked_for(program):
     ranks = len(os.sched_getaffinity(0)) + 1
     done = run("-n", ranks, program(SHOW))
     assert (done.returncode, done.stdout) == (2, "")
-    assert f"-n {ranks} is more than the {ranks - 1} core(s)" in done.stderr
+    assert f"-n {ranks} is more than the {counted(ranks - 1, 'core')}" in done.stderr
     assert "Add --oversubscribe" in done.stderr
 
 
@@ -139,7 +156,7 @@ def test_a_killed_job_is_restarted_until_it_ends_well_or_none_is_left(program):
     done = run("-n", 2, "--oversubscribe", "--restarts", 1, file, 9)
     assert done.returncode not in (0, 2)
     assert f"exit code {done.returncode}" in done.stderr
-    assert done.stderr.rstrip().endswith("and no restart is left.")
+    assert done.stderr.rstrip().endswith("and there are no restarts left.")
 
 
 @pytest.mark.timeout(300)
@@ -258,7 +275,7 @@ def test_np_is_n_and_a_number_of_ranks_behind_the_program_is_named(program):
     assert " -n 2 " in done.stderr
     late = run(program(SHOW), "-n", "2")
     assert late.stdout.startswith("[[['-n', '2']"), late.stderr
-    assert "-n 2 comes after the program" in late.stderr
+    assert "-n 2 is after the program" in late.stderr
     assert "write mpistrat run -n 2 " in late.stderr
 
 
@@ -286,7 +303,7 @@ def test_a_killed_rank_is_explained_in_the_last_line(program, tmp_path, ranks, s
     assert ("probably because the node ran out of memory" in last) == (sign == "SIGKILL")
     assert ("probably because /dev/shm is full" in last) == (sign == "SIGBUS")
     assert "The newest checkpoint is runs/a/checkpoint-3.h5." in last
-    assert "With --restarts K it is started again" in last
+    assert "With --restarts K, mpistrat run starts the job again" in last
 
 
 def test_a_program_that_fails_by_itself_was_not_killed(program):
@@ -341,7 +358,7 @@ def test_no_rank_outlives_what_has_started_it(program, sign, whom):
         is_over = ended(file)
     assert is_over
     assert process.returncode != 0
-    assert ("have outlived mpiexec, and are killed" in error) <= (whom == "mpiexec")
+    assert ("that outlived mpiexec" in error) <= (whom == "mpiexec")
 
 
 def children(pid):

@@ -107,7 +107,7 @@ def test_trace_and_parts_are_summed_up_alike(target, capsys, slow):
     assert found["straggler"]["rank"] == slow
     assert found["straggler"]["others_waited_s"] == pytest.approx(3 * 2 * 8e-3)
     assert main(["timeline", str(target)]) == 0
-    assert f"The slowest is rank {slow}" in capsys.readouterr().out
+    assert f"Slowest: rank {slow} (" in capsys.readouterr().out
 
 
 def test_a_part_that_is_broken_off(target, capsys):
@@ -119,7 +119,7 @@ def test_a_part_that_is_broken_off(target, capsys):
     assert found["missing_ranks"] == [1]
     assert [each["rank"] for each in found["ranks"]] == [0, 2]
     assert main(["timeline", str(target)]) == 0
-    assert "no part of rank 1" in capsys.readouterr().out
+    assert "no part from rank 1" in capsys.readouterr().out
 
 
 def test_many_ranks_are_not_all_shown(target, capsys):
@@ -159,7 +159,7 @@ def test_without_matplotlib(target, monkeypatch, capsys):
 def test_unusable_traces(target, capsys, text):
     target.write_text(text)
     assert main(["timeline", str(target)]) == 2
-    assert "no timeline" in capsys.readouterr().err
+    assert "not a timeline" in capsys.readouterr().err
 
 
 def test_unusable_parts(target, capsys):
@@ -167,10 +167,10 @@ def test_unusable_parts(target, capsys):
     assert "no part of it" in capsys.readouterr().err
     file = write_part(target, 0)
     assert main(["timeline", str(file), str(file)]) == 2
-    assert "both of rank 0" in capsys.readouterr().err
+    assert "both from rank 0" in capsys.readouterr().err
     write_part(target, 0, format_version=2)
     assert main(["timeline", str(file)]) == 2
     assert "version 2" in capsys.readouterr().err
     file.write_text("no JSON\n")
     assert main(["timeline", str(file)]) == 2
-    assert "no part of a timeline" in capsys.readouterr().err
+    assert "not a part of a timeline" in capsys.readouterr().err

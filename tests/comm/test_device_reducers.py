@@ -237,7 +237,7 @@ def test_what_nccl_does_not_know_is_refused_where_it_is_asked_for(strategy, rank
     collectives = with_ways(strategy, "nccl")
     nccl = ms.CommunicationImplementation.NCCL
     array = numbers(rank, (4,), "i2")
-    with pytest.raises(TypeError, match="NCCL cannot reduce arrays of dtype int16 by SUM"):
+    with pytest.raises(TypeError, match="NCCL cannot reduce arrays of dtype int16 with SUM"):
         reduced(collectives, Op.SUM, [to_device(array)], implementation=nccl)
     expected = reduced(collectives, Op.SUM, [array])
     assert_same(reduced(collectives, Op.SUM, [to_device(array)]), expected)

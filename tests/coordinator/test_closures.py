@@ -131,7 +131,7 @@ def test_errors_that_cannot_travel(job):
     [
         (leave, (3,), RuntimeError, "SystemExit: 3"),
         (give_function, (), TypeError, "result of a closure, of type function"),
-        (make_variable, (), ValueError, "cannot be made any more"),
+        (make_variable, (), ValueError, "cannot be created after serve"),
         (deep, (), RecursionError, "maximum recursion depth"),
         (nested, (), TypeError, "result of a closure, of type list"),
         (first, (1,), TypeError, "takes 0 positional arguments"),

@@ -60,11 +60,11 @@ def test_batched_data_sets_are_refused(name):
 
 
 def test_other_arguments_that_are_no_data_sets():
-    with pytest.raises(TypeError, match="zip needs data sets, not 3"):
+    with pytest.raises(TypeError, match="zip needs datasets, not 3"):
         Dataset.zip((Dataset.range(2), 3))
     with pytest.raises(ValueError, match="at least one"):
         Dataset.zip(())
-    with pytest.raises(TypeError, match="concatenate needs data sets"):
+    with pytest.raises(TypeError, match="concatenate needs datasets"):
         Dataset.range(3).concatenate([1])
     with pytest.raises(ValueError, match="at least one"):
         Dataset.sample_from_datasets([])
@@ -76,7 +76,7 @@ def test_concatenation_needs_one_spec():
     both = Dataset.from_arrays(np.ones((2, 2))).concatenate(ragged)
     assert both.element_spec == spec
     assert [len(x) for x in both] == [2, 2, 3]
-    with pytest.raises(DataError, match=r"data set 0 has .*int64.* data set 1 .*float64"):
+    with pytest.raises(DataError, match=r"dataset 0 has .*int64.* dataset 1 .*float64"):
         Dataset.range(3).concatenate(Dataset.from_arrays(np.zeros(3)))
     later = Dataset.range(3).map(float).concatenate(Dataset.range(2))
     with pytest.raises(DataError, match="one element_spec"):
@@ -103,7 +103,7 @@ def test_select_takes_what_numpy_takes():
         dataset.select([0, 5, 99])
     with pytest.raises(IndexError, match="-6"):
         dataset.select([-6])
-    with pytest.raises(IndexError, match="mask has 4 entries, but the data set 5"):
+    with pytest.raises(IndexError, match="mask has 4 entries, but the dataset has 5"):
         dataset.select([True] * 4)
     for wrong in ([0.0], [[1]], "ab", 3):
         with pytest.raises(TypeError, match="select needs"):
@@ -181,7 +181,7 @@ def test_filters_that_cannot_be_evaluated():
     with pytest.raises(ValueError, match="example_rng"):
         list(noisy)
     for unsteady in (dataset.sample(np.ones(6)), dataset.shuffle(0).take(3)):
-        with pytest.raises(ValueError, match="other elements in each pass"):
+        with pytest.raises(ValueError, match="different elements in each epoch"):
             list(unsteady.filter(bool))
     with pytest.raises(ValueError, match=r"shape \(2,\) for element 0"):
         list(Dataset.from_arrays(np.ones((3, 2))).filter(lambda x: x > 0))

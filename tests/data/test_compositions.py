@@ -320,7 +320,7 @@ def test_what_is_left_of_shuffled_batches_may_differ_in_length():
         lambda: list(dataset.enumerate()),
         lambda: list(dataset.window(2)),
     ):
-        with pytest.raises(ValueError, match="different number of elements in each pass"):
+        with pytest.raises(ValueError, match="different number of elements in each epoch"):
             combine()
     whole = Dataset.range(LENGTH).batch(5, drop_remainder=True).shuffle(0).take(2).unbatch()
     assert whole.cardinality() == len(list(whole.enumerate())) == 10

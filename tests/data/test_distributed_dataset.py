@@ -75,7 +75,7 @@ def test_get_next(all_ranks):
     assert optional.has_value()
     assert localize(optional.get_value()).tolist() == [2]
     for _ in range(2):
-        with pytest.raises(OutOfRangeError, match="pass has ended"):
+        with pytest.raises(OutOfRangeError, match="epoch has ended"):
             iterator.get_next()
         ended = iterator.get_next_as_optional()
         assert not ended.has_value()
@@ -198,7 +198,7 @@ def test_a_position_within_a_pass_is_refused_by_another_order(all_ranks, other, 
         if is_same:
             distributed.load_state_dict(state)
         else:
-            with pytest.raises(ValueError, match="Another order"):
+            with pytest.raises(ValueError, match="The order differs"):
                 distributed.load_state_dict(state)
         distributed.load_state_dict(state | {"batch": 0})
 
@@ -210,7 +210,7 @@ def test_a_position_within_a_pass_is_refused_by_other_files(all_ranks, numbered,
 
     state = position_in_a_pass(over(30, chunk=5))
     for other in (over(31, chunk=5), over(30, chunk=6), over(30, chunk=5, name="other.h5")):
-        with pytest.raises(ValueError, match="Another order"):
+        with pytest.raises(ValueError, match="The order differs"):
             other.load_state_dict(state)
     (tmp_path / "moved").mkdir()
     over(30, chunk=5, name="moved/data.h5").load_state_dict(state)

@@ -50,7 +50,7 @@ def test_every_rank_warns_of_different_elements(strategy, size, kind):
     texts = warnings_of(strategy, DIFFERENT[kind](strategy.rank))
     assert len(texts) == (size > 1)
     for text in texts:
-        assert "has given different elements on rank 0 and rank 1" in text
+        assert "returned different elements on rank 0 and rank 1" in text
         assert "distribute_datasets_from_function" in text
 
 

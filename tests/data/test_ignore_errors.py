@@ -91,5 +91,5 @@ def test_some_ranks_get_nothing_after_a_data_set_without_elements(strategy, batc
 
 
 def test_elements_that_other_passes_do_not_have_are_refused_by_name():
-    with pytest.raises(ValueError, match="^ignore_errors is evaluated once for all passes"):
+    with pytest.raises(ValueError, match="^ignore_errors is evaluated once for all epochs"):
         list(Dataset.range(8).sample(np.ones(8)).ignore_errors().batch(2))

@@ -110,7 +110,7 @@ class Words:
 def test_examples_of_several_shapes_need_a_spec():
     assert [len(x) for x in Dataset.from_source(Words())] == [0, 1, 2, 3]
     plain = type("Plain", (Words,), {"element_spec": None})()
-    with pytest.raises(DataError, match=r"Plain.*element_spec with None"):
+    with pytest.raises(DataError, match=r"Plain.*element_spec of the source, with None"):
         list(Dataset.from_source(plain))
 
 

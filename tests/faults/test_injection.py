@@ -76,7 +76,7 @@ def test_bad_faults_say_why(strategy, text, reason):
 
 
 def test_bad_arguments_of_inject(strategy):
-    with pytest.raises(TypeError, match="a text or an exception, not 3"):
+    with pytest.raises(TypeError, match="a string or an exception, not 3"):
         ms.testing.inject(3, collective=1)
     with pytest.raises(ValueError, match="collective=K"):
         ms.testing.inject(KeyError("x"), strategy=strategy)
@@ -215,5 +215,5 @@ def test_drift_is_found(strategy, last):
     with ms.testing.inject("corrupt:63", last, 1, strategy=strategy):
         strategy.run(lambda: weight.assign_add(np.ones(4)))
     # Of two replicas, neither is in the majority: the first one is named first.
-    with pytest.raises(ms.errors.ReplicaDriftError, match=f"rank {last}: another value"):
+    with pytest.raises(ms.errors.ReplicaDriftError, match=f"rank {last}: a different value"):
         strategy.extended.assert_replicas_agree(weight)

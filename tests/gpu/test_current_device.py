@@ -44,7 +44,7 @@ def strategy(request, size, monkeypatch):
     made.close()
 
 
-@pytest.mark.filterwarnings("ignore:.*has given different elements")
+@pytest.mark.filterwarnings("ignore:.*returned different elements")
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("source", SOURCES)
 def test_data_sets_compute_on_the_gpu_of_the_rank(strategy, source, prefetch):

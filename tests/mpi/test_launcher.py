@@ -43,7 +43,7 @@ def test_open_mpi_may_run_as_it_did():
 def test_without_mpiexec_the_error_says_where_it_was_sought(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(FileNotFoundError, match="no mpiexec beside"):
+    with pytest.raises(FileNotFoundError, match="no mpiexec next to"):
         mpiexec.mpiexec(2)
 
 

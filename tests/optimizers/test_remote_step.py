@@ -123,7 +123,7 @@ def test_bad_gradients(size):
         optimizer.apply_gradients([(None, table)])
     with pytest.raises(IndexError):
         optimizer.apply_gradients([(ms.IndexedSlices(np.ones((1, 2)), [7]), table)])
-    with pytest.raises(ValueError, match="of this rank alone"):
+    with pytest.raises(ValueError, match="belong to this rank only"):
         optimizer.apply_gradients([(np.ones(2), plain), (np.ones((7, 2)), table)])
     with pytest.warns(UserWarning, match="No gradient for the variables"):
         optimizer.apply_gradients([(None, bias), (np.zeros((7, 2)), table)])
@@ -147,9 +147,9 @@ def test_averages_and_sums_by_hand(size):
         average = ms.Variable(np.arange(14.0).reshape(7, 2), name="average", trainable=False)
         with pytest.raises(NotImplementedError, match="average.assign_sub"):
             ms.optimizers.ExponentialMovingAverage(0.75).apply([table])
-        with pytest.raises(NotImplementedError, match="Add those of its batches up"):
+        with pytest.raises(NotImplementedError, match="Add up the gradients of its batches"):
             ms.optimizers.GradientAccumulator([table])
-    with pytest.raises(NotImplementedError, match="Add those of its batches up"):
+    with pytest.raises(NotImplementedError, match="Add up the gradients of its batches"):
         ms.optimizers.GradientAccumulator([table])
     if strategy.rank:
         strategy.serve()

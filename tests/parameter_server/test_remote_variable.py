@@ -116,7 +116,7 @@ def test_reads_of_rows(parts):
             assert variable[index].tolist() == start[index].tolist(), index
         with pytest.raises(IndexError):
             variable[7]
-        with pytest.raises(NotImplementedError, match=r"lookup\(ids\), or all by value"):
+        with pytest.raises(NotImplementedError, match=r"lookup\(ids\), or all of them with value"):
             _ = variable.part
         with pytest.raises(NotImplementedError, match="lookup"):
             _ = variable.storage

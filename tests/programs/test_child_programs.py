@@ -35,7 +35,7 @@ if __name__ == "__main__":
         process.join()
     else:
         text = subprocess.run(command, capture_output=True, text=True).stderr
-    assert "LaunchError" in text and "started by a rank" in text, text
+    assert "LaunchError" in text and "inherited the environment of an MPI rank" in text, text
     names = re.findall(r"-u (\\w+)", text)
     assert names, text
     variables = {{name: text for name, text in os.environ.items() if name not in names}}

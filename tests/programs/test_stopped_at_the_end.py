@@ -15,7 +15,7 @@ if rank == {victim}:
 SAID = (
     "The end of the program waits for stopped or silent ranks:",
     "others have not ended within the timeout of 6 s",
-    "SIGCONT lets it go on",
+    "SIGCONT resumes it",
 )
 
 

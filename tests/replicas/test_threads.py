@@ -80,7 +80,9 @@ def test_threads_that_the_system_refuses(monkeypatch):
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    with pytest.raises(RuntimeError, match=r"4 replicas, which need 3 threads, .* gives 1 \(can't"):
+    with pytest.raises(
+        RuntimeError, match=r"4 replicas, which need 3 threads, .* allows 1 \(can't"
+    ):
         replicas.run([int] * 4)
     assert not replicas.is_busy
     monkeypatch.undo()

@@ -348,7 +348,7 @@ def test_what_is_refused(job):
 def test_arguments():
     with pytest.raises(ValueError, match="needs num_replicas="):
         ms.MPIStrategy(elastic=True)
-    with pytest.raises(ValueError, match="beside comm="):
+    with pytest.raises(ValueError, match="cannot be combined with comm="):
         ms.MPIStrategy(MPI.COMM_WORLD, num_replicas=NUM_REPLICAS, elastic=True)
     with pytest.raises(TypeError, match="elastic"):
         ms.MPIStrategy(num_replicas=NUM_REPLICAS, elastic="yes")

@@ -175,7 +175,7 @@ def test_colocate_vars_with_checks_its_argument_and_context(strategy, variable):
     foreign = ms.Variable(1.0)
     with strategy.scope():
         for place in (foreign, None, np.ones(2), ("cpu:0",)):
-            with pytest.raises(ValueError, match="made in the scope of this strategy"):
+            with pytest.raises(ValueError, match="created in the scope of this strategy"):
                 strategy.extended.colocate_vars_with(place)
     with pytest.raises(ContextError, match="needs the scope"):
         strategy.extended.colocate_vars_with(variable)

@@ -10,6 +10,7 @@ from mpistrat.arrays import Device
 from mpistrat.mpi.world import open_world
 from mpistrat.strategies import mpi
 from mpistrat.strategies.devices import Offer
+from mpistrat.system.text import counted
 
 pytestmark = pytest.mark.host_memory  # these bring GPUs of their own
 
@@ -28,7 +29,7 @@ def test_ranks_that_would_share_a_gpu_are_refused_everywhere(strict, monkeypatch
         mpi, "open_device_capabilities", lambda world, device, _: found.append(device)
     )
     if size > 1:
-        with pytest.raises(ms.errors.LaunchError, match=f"{size} ranks and shows them 1 GPU"):
+        with pytest.raises(ms.errors.LaunchError, match=f"{size} ranks, which see 1 GPU"):
             ms.MPIStrategy()
         assert found == []
     monkeypatch.setenv("MPISTRAT_SHARE_GPUS", "on")
@@ -44,7 +45,7 @@ def test_shared_cores_are_a_warning_once(strict, caplog, size, rank):
     with caplog.at_level(logging.WARNING, "mpistrat"):
         for _ in range(2):
             ms.MPIStrategy(device="cpu")
-    text = f"{size} ranks on a node share {len(os.sched_getaffinity(0))} core(s)"
+    text = f"{size} ranks on a node share {counted(len(os.sched_getaffinity(0)), 'core')}"
     lines = [line for line in caplog.messages if "on a node share" in line]
     is_over = size > len(os.sched_getaffinity(0))
     assert len(lines) == (is_over and rank == 0)

@@ -152,7 +152,7 @@ def test_components_that_do_not_fit_are_refused(replicas, ids):
     ],
 )
 def test_a_plain_array_is_no_replicas_component(replicas, ask):
-    with pytest.raises(ValueError, match="which one's depends on the number of ranks"):
+    with pytest.raises(ValueError, match="unclear which one it belongs to"):
         ask(replicas)
 
 

@@ -155,7 +155,7 @@ def test_differences_are_named(tmp_path, capsys):
     ms.Checkpoint(**found).write(path)
     assert main(["diff", str(GOLDEN), str(path)]) == 1
     shown = capsys.readouterr().out
-    assert "largest difference 0.5, in 1 of 2 element(s)" in shown
+    assert "largest difference 0.5, in 1 of 2 elements" in shown
     assert "optimizer/param_groups[0]/lr" in shown
     assert "0.5 in a, 0.125 in b" in shown
-    assert "2 path(s) differ" in shown
+    assert "2 paths differ" in shown

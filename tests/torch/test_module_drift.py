@@ -72,7 +72,7 @@ def test_the_parameter_the_ranks_and_the_difference_are_named(world, rank, size,
     assert "'0.weight', torch.float32 of the shape (2, 3), have drifted apart" in text
     others = "rank 0" if last == 1 else "ranks 0-1" if last == 2 else f"ranks 0-{last - 1}"
     assert f"  {others}: one value" in text
-    assert f"  rank {last}: another value" in text
+    assert f"  rank {last}: a different value" in text
     assert "largest difference: 0.5 at [1, 2]" in text
     assert "Other tensors that differ: 1." in text
     assert "'net/1.running_mean'" in message({"net": drifted_buffer(rank, last)})
@@ -125,7 +125,7 @@ def test_a_part_of_the_ranks(world, rank, size, last):
     else:
         mst.assert_replicas_agree(module, group=group)
         dist.destroy_process_group(group)
-    assert f"rank {last}: another value" in message(module)
+    assert f"rank {last}: a different value" in message(module)
 
 
 def test_what_is_no_tensor_is_refused(world):

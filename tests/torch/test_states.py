@@ -361,7 +361,7 @@ def test_what_refuses_even_its_own_state_is_named_with_both_errors(path):
     assert "'last' does not accept its state" in said
     assert "RuntimeError: not 1. Its restore cannot be reversed" in said
     assert "\n  'last': RuntimeError: not 2\n" in said
-    assert "All others are as before" in said
+    assert "All others are unchanged" in said
     assert before.state == {"value": 6}
     assert same(changed, module.state_dict())
     assert not same(own, module.state_dict())

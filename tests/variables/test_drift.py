@@ -55,7 +55,7 @@ def test_the_first_variable_that_differs_is_named(strategy, check, size, last):
         assert "float64 of the shape (2, 3)" in text
         others = "rank 0" if last == 1 else f"ranks 0-{last - 1}" if last > 2 else "ranks 0-1"
         assert f"  {others}: one value" in text
-        assert f"  rank {last}: another value" in text
+        assert f"  rank {last}: a different value" in text
         assert "Other variables that differ: 0." in text
     assert strategy.reduce("sum", 1) == size, "the strategy stays usable"
     variables["b"].assign(np.zeros((2, 3)))
@@ -77,13 +77,13 @@ def test_the_largest_group_is_named_first(strategy, check, rank, size, last):
         check(variable)
     # With two ranks no group is the larger one, and that of rank 0 counts.
     astray = 1 if size == 2 else 0
-    assert f"  rank {astray}: another value" in str(caught.value)
+    assert f"  rank {astray}: a different value" in str(caught.value)
     drift(strategy, variable, range(size), np.full(1, float(rank)))
     with pytest.raises(ReplicaDriftError) as caught:
         check(variable)
     assert "  rank 0: one value" in str(caught.value)
     for r in range(1, size):
-        assert f"  rank {r}: another value" in str(caught.value)
+        assert f"  rank {r}: a different value" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_the_largest_group_is_named_first(strategy, check, rank, size, last):
 def test_any_bit_that_differs_is_drift(strategy, check, last, dtype, value, other):
     variable = make(strategy, np.array(value, dtype))
     drift(strategy, variable, [last], np.array(other, dtype))
-    with pytest.raises(ReplicaDriftError, match=f"rank {last}: another value"):
+    with pytest.raises(ReplicaDriftError, match=f"rank {last}: a different value"):
         check(variable)
 
 

@@ -339,7 +339,7 @@ def test_what_a_partitioner_may_answer(strategy, size, answer):
 
 
 def test_a_partitioner_must_be_callable(strategy):
-    with pytest.raises(TypeError, match='variable_partitioner must be "ranks" or callable'):
+    with pytest.raises(TypeError, match='variable_partitioner must be "ranks" or a callable'):
         ms.MPIStrategy(variable_partitioner=4)
 
 

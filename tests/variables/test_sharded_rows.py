@@ -108,7 +108,7 @@ def test_it_is_a_variable_with_all_that_others_have(table, strategy, cutting, ra
     with pytest.raises(TypeError, match="not iterable"):
         iter(table)
     for parts in (np.zeros((5, 2)), [np.zeros((2, 2)), np.zeros((3, 2))]):
-        with pytest.raises(TypeError, match=r"made by ms\.Variable"), cutting.scope():
+        with pytest.raises(TypeError, match=r"Call ms\.Variable"), cutting.scope():
             ms.ShardedVariable(parts)
 
 

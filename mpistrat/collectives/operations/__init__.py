@@ -57,7 +57,7 @@ def axis_of(call: CollectiveCall, name: str, axis: int, array: Array) -> int:
     if ndim == 0:
         raise ValueError(
             f"{call.kind} divides arrays along an axis, but the value is 0-d on "
-            f"{call.channel.place()}. Give it an axis, as in array[None]."
+            f"{call.channel.place()}. Add an axis, as in array[None]."
         )
     if not -ndim <= axis < ndim:
         raise ValueError(

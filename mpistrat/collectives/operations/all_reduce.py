@@ -132,7 +132,7 @@ def _check(kind: str, what: str, rank: str, op: ReduceOp, array: Array, target: 
             f"{tuple(target.shape)} and {target.dtype} as {rank}."
         )
     if isinstance(target, np.ndarray) and not target.flags.writeable:
-        raise ValueError(f"{kind}: {what} is read-only {rank}. Give an array that can be written.")
+        raise ValueError(f"{kind}: {what} is read-only {rank}. Pass a writable array.")
 
 
 def _can_reduce_into(arrays: Sequence[Array], targets: Sequence[Any]) -> bool:

@@ -158,7 +158,7 @@ def _check_other_axes(call: CollectiveCall, shapes: Sequence[tuple[int, ...]], a
             [
                 f"{call.kind}: the shapes of the {noun}s may differ along concat_axis {axis} only:",
                 *lines,
-                "Bring arrays of the same length along each other axis, or choose another "
+                "Pass arrays with the same length along each other axis, or choose a different "
                 "concat_axis.",
             ]
         )

@@ -82,5 +82,5 @@ def _filling(fill: Any, dtype: np.dtype) -> np.ndarray:
         except (TypeError, ValueError, OverflowError):
             fits = False
     if not fits:
-        raise ValueError(f"shift: fill {fill!r} is no value of the dtype {dtype} of the array.")
+        raise ValueError(f"shift: fill {fill!r} is not a value of the dtype {dtype} of the array.")
     return made

@@ -152,7 +152,7 @@ class Catalog:
             which = f"{listing.path(start)!r} to {listing.path(stop - 1)!r}"
         return DataError(
             f"{which} of the field {column.name} of {entry.path} cannot be read: {reason}. The "
-            "file is damaged, or it changed after the data set was made."
+            "file is damaged, or it changed after the dataset was created."
         )
 
 
@@ -318,14 +318,14 @@ def _top_level_fields(file: Any, path: str) -> tuple[list[Field], nests.Structur
     if not names:
         deeper = ", ".join(map(repr, itertools.islice(readable_names(file), 8)))
         raise DataError(
-            f"{path} has no data set at its top level that can be read as examples. Say which "
+            f"{path} has no dataset at its top level that can be read as examples. Say which "
             f"fields to read with fields=(...), for example of {deeper or 'another file'}.{reason}"
         )
     if left_out:
         warnings.warn(
-            f"from_hdf5: {', '.join(map(repr, left_out))} of {path} cannot be read as examples and "
-            "left out: scalars, references, opaque and nested types, and links that lead nowhere. "
-            "Name the fields to read with fields=(...).",
+            f"from_hdf5 skipped {', '.join(map(repr, left_out))} of {path}, which cannot be read "
+            "as examples (scalars, references, opaque and nested types, and broken links). Name "
+            "the fields to read with fields=(...).",
             stacklevel=users_stacklevel(),
         )
     given, structure = nests.flatten({name: name for name in names})
@@ -373,7 +373,7 @@ def _check_same(
             continue
         raise DataError(
             f"The field {shown(expected.field)} has examples of {came.spec} in {path}, but of "
-            f"{expected.spec} in {first_path}. All files must have the same."
+            f"{expected.spec} in {first_path}. They must be the same in all files."
         )
 
 

@@ -117,7 +117,7 @@ class SingleReader:
     def _error(self, reason: Exception, file: int, row: int) -> DataError:
         return DataError(
             f"{self._describe(file, row)} cannot be read: {reason}. The file is damaged, or it "
-            "changed after the data set was made."
+            "changed after the dataset was created."
         )
 
     def _matches(self, file: int, rows: np.ndarray) -> list[Any]:
@@ -187,7 +187,7 @@ class SingleReader:
             return [self._row(dataset, row) for row in rows.tolist()]
         length = dataset.shape[0]
         if len(rows) and int(rows.max()) >= length:
-            raise ValueError(f"the data set has {length} rows")
+            raise ValueError(f"the dataset has {length} rows")
         # HDF5 is faster if rows are read in the order of the file.
         order = np.argsort(rows, kind="stable")
         ascending = rows[order]
@@ -230,7 +230,7 @@ def _column_of(
             parts.append(value_of(value, leaf))
         except UnicodeDecodeError as reason:
             raise DataError(
-                f"{describe(number)} is no text in UTF-8: {reason}. Store it as bytes of a fixed "
+                f"{describe(number)} is not UTF-8: {reason}. Store it as bytes of a fixed "
                 "length, or as rows of uint8."
             ) from None
     if None in spec.shape:

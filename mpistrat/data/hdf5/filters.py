@@ -252,7 +252,7 @@ def _without_checksum(with_checksum: Any, num_bytes: int) -> Any:
     first, second = int(words.sum()), int(np.dot(words, _weights(len(words))))
     # The sums are in ones' complement, where 0 and 65535 are the same number.
     if (first - (stored & 0xFFFF)) % 65535 or (second - (stored >> 16)) % 65535:
-        raise ValueError("a chunk has another checksum than when it was written")
+        raise ValueError("the checksum of a chunk is wrong")
     return content
 
 

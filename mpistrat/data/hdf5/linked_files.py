@@ -82,7 +82,9 @@ class LinkedFiles:
         key = path, int(hdf5.h5py().h5o.get_info(dataset.id).addr)
         where = f"{dataset.name!r} of {dataset.file.filename}"
         if key in [active for active, _ in self._active]:
-            raise self._error(f"takes its elements from {where}, so in a circle. Write it again")
+            raise self._error(
+                f"takes its elements from {where}, so it refers to itself. Rewrite it"
+            )
         if key in self._done:
             return
         self._active.append((key, where))
@@ -115,8 +117,8 @@ class LinkedFiles:
             file, reason = self._find(dataset, file_name)
             if file is None and reason is None:
                 raise self._error(
-                    f"needs the file {file_name}, which is missing: HDF5 would give its fill value "
-                    f"instead. Put the file beside {dataset.file.filename}"
+                    f"needs the file {file_name}, which is missing: HDF5 would return its fill "
+                    f"value instead. Put the file next to {dataset.file.filename}"
                 )
             if file is None:
                 raise self._error(f"needs the file {file_name}, which cannot be read: {reason}")
@@ -129,8 +131,8 @@ class LinkedFiles:
             source = None
         if not isinstance(source, hdf5.h5py().Dataset):
             raise self._error(
-                f"needs {name!r} of {where}, where there is no such dataset, or a link that leads "
-                "nowhere: HDF5 would give its fill value instead"
+                f"needs {name!r} of {where}, but that dataset is missing or a broken link, and "
+                "HDF5 would return its fill value instead"
             )
         self.add(source)
 

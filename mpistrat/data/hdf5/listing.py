@@ -31,6 +31,7 @@ from mpistrat.data.hdf5.filters import install_filter, missing_filters
 from mpistrat.data.hdf5.linked_files import LinkedFiles
 from mpistrat.data.hdf5.types import dtype_of
 from mpistrat.errors import DataError
+from mpistrat.system.text import counted
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,14 +124,14 @@ def _list_matches(lister: _Lister, parts: list[str]) -> Listing:
             lister.add(found.group, found.before, found.names, parts[last + 1 :])
     except DanglingLink as link:
         raise DataError(
-            f"{lister.where} matches {str(link)!r}, a link that leads nowhere. Remove "
-            "or repair it, or let the field match less."
+            f"{lister.where} matches {str(link)!r}, a broken link. Remove or repair it, "
+            "or use a field that does not match it."
         ) from None
     if not lister.names:
         if lister.a_group and field.attribute is None:
             raise DataError(
-                f"{lister.where} matches groups, such as {lister.a_group!r}, but data sets were "
-                "expected. Add the name of a data set in them, or attribute=...."
+                f"{lister.where} matches groups, such as {lister.a_group!r}, but datasets were "
+                "expected. Add the name of a dataset in them, or attribute=...."
             )
         raise DataError(
             f"{lister.where} matches nothing: {what_is_there(file.id, parts)}. * stands for any "
@@ -219,8 +220,9 @@ class _Lister:
             raise DataError(f"{self.where}: {name!r} is empty, without any shape.")
         if self._shapes and len(shape) != len(self._shapes[0]):
             raise DataError(
-                f"{self.where} matches {self.names[0]!r} with {len(self._shapes[0])} dimension(s) "
-                f"and {name!r} with {len(shape)}, but all must have as many."
+                f"{self.where} matches {self.names[0]!r} with "
+                f"{counted(len(self._shapes[0]), 'dimension')} and {name!r} with {len(shape)}, but "
+                "all must have the same number."
             )
         offset = -1
         if self._attribute is None:

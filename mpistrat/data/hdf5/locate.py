@@ -31,6 +31,7 @@ from mpistrat.data.hdf5.types import (
     leaves_of,
 )
 from mpistrat.errors import DataError
+from mpistrat.system.text import counted
 
 _MAX_SHOWN = 8
 """Number of names of a file that an error shows."""
@@ -42,9 +43,9 @@ _MAX_VISITED = 1000
 class Kind(enum.Enum):
     """The kind of the examples of a field."""
 
-    ROWS = "rows of a data set"
+    ROWS = "rows of a dataset"
     MATCHES = "matches of a pattern"
-    CONSTANT = "one attribute, of every example the same"
+    CONSTANT = "one attribute, the same for every example"
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,8 @@ def _locate_matches(file: Any, path: str, field: Field, listing: Listing) -> Loc
     leaves = _leaves(file, path, field, dtype, listing.members, None)
     shape = _shape_of_all(listing.shapes)
     if any(leaf.form.name == "RAGGED" for leaf in nests.flatten(leaves)[0]) and shape:
-        raise _refusal(file, path, field, f"rows of variable length in {len(shape)} dimension(s)")
+        what = f"rows of variable length in {counted(len(shape), 'dimension')}"
+        raise _refusal(file, path, field, what)
     warn_of_files_elsewhere(field.path, path, list(listing.files))
     others = tuple(filter(os.path.isfile, listing.files))
     count = len(listing.names)
@@ -230,7 +232,7 @@ def _check_members(dataset: Any, path: str, field: Field, members: tuple[str, ..
 def _missing(file: Any, path: str, field: Field, found: Any) -> str:
     what = _what_is_there(file, field.path, found)
     there = what_is_there(file.id, parts_of(field.path))
-    way_out = " Name a data set in it, or all with *." if hasattr(found, "keys") else ""
+    way_out = " Name a dataset in it, or all with *." if hasattr(found, "keys") else ""
     return f"The field {shown(field)} {what} in {path}: {there}.{way_out}"
 
 
@@ -246,9 +248,9 @@ def _what_is_there(file: Any, name: str, found: Any) -> str:
             leads_nowhere = file.get(name, getlink=True) is not None
         except (KeyError, RuntimeError, ValueError):
             leads_nowhere = False
-        return "is a link that leads nowhere" if leads_nowhere else "is missing"
+        return "is a broken link" if leads_nowhere else "is missing"
     is_group = hasattr(found, "keys")
-    return "is a group, not a data set" if is_group else "is a named type, not a data set"
+    return "is a group, not a dataset" if is_group else "is a named type, not a dataset"
 
 
 def _checked_axis(field: Field, path: str, dataset: Any) -> int:
@@ -330,8 +332,8 @@ def num_rows_of(path: str, located: Sequence[Located], is_live: bool = False) ->
     lengths = {shown(each.field): each.num_rows for each in known}
     if None in lengths.values():
         raise DataError(
-            f"The fields of {path} are attributes alone, which do not say how many examples there "
-            "are. Add a data set, or a path with *."
+            f"All fields of {path} are attributes, so the number of examples is unknown. Add a "
+            "dataset, or a path with *."
         )
     # In a live file lengths may differ, because the writer appends to one dataset after the other.
     if len(set(lengths.values())) > 1 and not is_live:

@@ -209,8 +209,8 @@ def _check_unchanged(entry: FileEntry) -> None:
         changed = entry.changed_path()
     except FileNotFoundError as reason:
         raise DataError(
-            f"The file {reason.filename} has vanished since the data set was made. Files must stay "
-            "until the last pass has ended."
+            f"The file {reason.filename} was removed after the dataset was created. Files must "
+            "exist until the last epoch has ended."
         ) from None
     except PermissionError as reason:
         where = " for a folder above it"
@@ -225,8 +225,9 @@ def _check_unchanged(entry: FileEntry) -> None:
 
 def _changed(path: str) -> str:
     return (
-        f"The file {path} has changed since the data set was made: its size, time of modification "
-        "or inode is another. Write to another name and rename, or make the data set again."
+        f"The file {path} has changed since the dataset was created: its size, time of "
+        "modification or inode is different. Write to a new name and rename the file, or create "
+        "the dataset again."
     )
 
 

@@ -28,7 +28,7 @@ class Form(enum.Enum):
     """How the values of a type become arrays."""
 
     FIXED = "as they are"
-    TEXT = "texts of any length"
+    TEXT = "strings of any length"
     RAGGED = "arrays, each of its own length"
 
 

@@ -37,7 +37,7 @@ _AHEAD_BYTES = 2**25
 """About this many bytes are read ahead."""
 
 _READERS = {
-    "h5py": 'ms.data.Dataset.from_hdf5(file.filename, "path/of/the/data set")',
+    "h5py": 'ms.data.Dataset.from_hdf5(file.filename, "path/of/the/dataset")',
     "zarr": "ms.data.Dataset.from_source(array)",
     "dask": "ms.data.Dataset.from_source(array)",
     "xarray": "ms.data.Dataset.from_source(array)",
@@ -54,7 +54,7 @@ def refuse_lazy_arrays(nest: Any) -> None:
                 raise TypeError(
                     f"from_arrays would read the whole {package} object {leaf!r} on every rank. "
                     f"Use {_READERS[package]}, which reads what a rank needs, or "
-                    "numpy.asarray(...) where it shall be in memory."
+                    "numpy.asarray(...) if it should be in memory."
                 )
 
 
@@ -191,8 +191,8 @@ class UserSource(PlainSource):
     def _misfit(self, array: np.ndarray, spec: ArraySpec, numbers: np.ndarray) -> DataError:
         return DataError(
             f"{self.kind}: examples {_span(numbers)} have the shape {array.shape} and the dtype "
-            f"{array.dtype}, but the first one is {spec}. Give the source an attribute "
-            "element_spec with None for lengths that differ."
+            f"{array.dtype}, but the first one is {spec}. Define an attribute "
+            "element_spec of the source, with None for lengths that differ."
         )
 
 

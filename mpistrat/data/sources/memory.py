@@ -130,7 +130,7 @@ class ArraySource(_InMemory):
             found = ", ".join(
                 f"{path or 'array'}: {length}" for path, length in zip(paths, lengths, strict=True)
             )
-            raise DataError(f"from_arrays needs arrays of one length, but came {found}.")
+            raise DataError(f"from_arrays needs arrays of the same length, not {found}.")
         self.num_examples = lengths[0]
 
     def __repr__(self) -> str:
@@ -248,8 +248,8 @@ class GeneratorSource(PlainSource):
         if iterator is elements and isinstance(iterator, Generator):
             if self._last is not None and self._last() is iterator:
                 raise DataError(
-                    f"{self.kind}: the function returned the same generator as for the pass "
-                    "before, which is used up. Let it make a new one each time it is called."
+                    f"{self.kind}: the function returned the same generator as for the "
+                    "previous epoch, which is used up. It must create a new one in each call."
                 )
             # A weak reference, not an id: a new generator may get the address of a deleted one.
             self._last = weakref.ref(iterator)

@@ -85,7 +85,7 @@ def stacked(column: Column, batch_size: int) -> np.ndarray:
         if shape != shapes[0]:
             column.refuse(number, column.name(0), shapes[0])
         if column.is_mapped and batch_size > 1 and not _matches(shape, column.spec.shape):
-            column.refuse(number, "the first example of the data set", column.spec.shape)
+            column.refuse(number, "the first example of the dataset", column.spec.shape)
     if column.values.dtype != object:
         return column.values
     if not len(column.values):
@@ -176,9 +176,7 @@ def rows_of(element: Any, spec: Any) -> list[np.ndarray]:
 
 
 def _other_structure(structure: nests.Structure, expected: nests.Structure) -> DataError:
-    return DataError(
-        f"map gave {structure} for one element, but {expected} for the first of the data set."
-    )
+    return DataError(f"map returned {structure} for one element, but {expected} for the first one.")
 
 
 _SCALARS = (np.generic, str, bytes)
@@ -191,9 +189,9 @@ def _cast(leaf: Any, spec: ArraySpec, path: str) -> np.ndarray:
     cast = fitted(array, spec.dtype)
     if cast is None:
         raise DataError(
-            f"map gave {reprlib.repr(array.tolist())} of dtype {array.dtype} at {path!r}, which "
-            f"does not fit the dtype {spec.dtype} of the first element of the data set. Let the "
-            "function return one dtype, for example with numpy.float32(...) or astype(...)."
+            f"map returned {reprlib.repr(array.tolist())} of dtype {array.dtype} at {path!r}, "
+            f"which does not fit the dtype {spec.dtype} of the first element of the dataset. Let "
+            "the function return one dtype, for example with numpy.float32(...) or astype(...)."
         )
     return cast
 
@@ -388,8 +386,8 @@ def refuse_numbered(transformations: Sequence[Transformation]) -> None:
     """Raise ValueError if batches that `unbatch` takes apart were enumerated."""
     if any(isinstance(each, Enumerate) for each in transformations):
         raise ValueError(
-            "unbatch takes apart arrays along their first dimension, which the number that "
-            "enumerate gives a batch does not have. Call enumerate after unbatch, or before batch."
+            "unbatch splits arrays along their first dimension, but the number of a batch that "
+            "enumerate adds has none. Call enumerate after unbatch, or before batch."
         )
 
 

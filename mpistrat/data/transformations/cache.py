@@ -194,8 +194,8 @@ class CacheStore:
                 raise MemoryError(
                     f"cache: with element {number} this node would keep "
                     f"{readable_size(start + size)} ({start + size} bytes), but memory is "
-                    f"{readable_size(self._limit)}. Give cache(memory=...) more, or cache before "
-                    "the map that makes elements large."
+                    f"{readable_size(self._limit)}. Allow more with cache(memory=...), or "
+                    "cache before the map that makes elements large."
                 )
             # A rank reserves space under the lock and fills it without the lock, so ranks can copy
             # at the same time. If a rank is killed in between, its claim stays, and that element is
@@ -342,8 +342,8 @@ class Cached:
             if total > self._limit:
                 raise MemoryError(
                     f"cache: {min(lengths)} elements of {size} bytes need {readable_size(total)} "
-                    f"({total} bytes), but memory is {readable_size(self._limit)}. Give "
-                    "cache(memory=...) more."
+                    f"({total} bytes), but memory is {readable_size(self._limit)}. Allow "
+                    "more with cache(memory=...)."
                 )
         return record
 

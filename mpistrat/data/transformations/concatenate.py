@@ -151,9 +151,9 @@ def common_spec(name: str, children: Sequence[Pipeline]) -> Any:
         united = _united(spec, other)
         if united is None:
             raise DataError(
-                f"{name} needs data sets of one element_spec, but data set {first} has "
-                f"{describe(spec)}, and data set {number} {describe(other)}. Bring them to one "
-                "structure, shape and dtype with map."
+                f"{name} needs datasets of one element_spec, but dataset {first} has "
+                f"{describe(spec)}, and dataset {number} has {describe(other)}. Use map to convert "
+                "them to the same structure, shape and dtype."
             )
         spec = united
     return spec

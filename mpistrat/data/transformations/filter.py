@@ -130,8 +130,8 @@ class Filtered(View):
         child = self.children[0]
         if not self.is_steady:
             raise ValueError(
-                f"{self.name} is evaluated once for all passes, but {child.calls} has other "
-                f"elements in each pass. Call {self.name} before sample, and before take, skip, "
+                f"{self.name} is evaluated once for all epochs, but {child.calls} has different "
+                f"elements in each epoch. Call {self.name} before sample, and before take, skip, "
                 "shard or zip of shuffled data."
             )
         return without_shuffles(child)
@@ -188,8 +188,8 @@ def _field(element: Any, field: Any) -> Any:
     except (KeyError, IndexError, TypeError):
         known = list(element) if isinstance(element, dict) else f"{type(element).__name__}"
         raise ValueError(
-            f"filter: the field {field!r} is none of an element, which has {known}. Give labels of "
-            "a dict, or positions in a tuple."
+            f"filter: the elements have no field {field!r}, only {known}. Pass keys of a dict, or "
+            "positions in a tuple."
         ) from None
 
 

@@ -240,7 +240,7 @@ class Mapper:
             which = f"example {number}"
             if self._level:
                 which = f"the slice of a batch that begins with {which}"
-        note = f"It was raised by {each!r} for {which} of its data set."
+        note = f"It was raised by {each!r} for {which} of its dataset."
         vars(error).setdefault("__notes__", []).append(note)  # as add_note, from Python 3.11 on
 
     def close(self) -> None:
@@ -265,8 +265,8 @@ def _unwrapped(element: Any, num_wraps: int) -> Any:
         shape = np.shape(leaf)[:num_wraps]
         if shape != (1,) * num_wraps:
             raise DataError(
-                f"A map of batches before unbatch must keep their length, but made the shape "
-                f"{np.shape(leaf)} of a batch of 1."
+                f"A map of batches before unbatch must keep their length, but it returned the "
+                f"shape {np.shape(leaf)} for a batch of 1."
             )
         return leaf[(0,) * num_wraps]
 

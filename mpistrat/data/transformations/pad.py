@@ -13,6 +13,7 @@ from mpistrat.data.spec import ArraySpec, batched, fitted, has_open_shape, is_op
 from mpistrat.data.transformations.batch import Batch, Column, stacked
 from mpistrat.errors import DataError
 from mpistrat.ragged import Ragged
+from mpistrat.system.text import counted
 
 Shape = tuple["int | None", ...]
 
@@ -54,7 +55,7 @@ class PaddedBatch(Batch):
             if any(got > want for got, want in zip(shape, target, strict=True)):
                 raise DataError(
                     f"padded_batch: {column.name(place)} has the shape {shape} at {path!r}, which "
-                    f"is longer than the padded shape {tuple(given)}. Give larger padded_shapes, "
+                    f"is longer than the padded shape {tuple(given)}. Pass larger padded_shapes, "
                     "None for the longest, or shorten it in a map."
                 )
         if column.values.dtype != object and list(column.values.shape[1:]) == target:
@@ -88,7 +89,7 @@ class PaddedBatch(Batch):
         ):
             raise ValueError(
                 f"padded_batch: padded_shapes has {tuple(shape)} at {path!r}, but the elements "
-                f"are {spec}, so that {len(spec.shape)} length(s) are expected."
+                f"are {spec}. Pass {counted(len(spec.shape), 'length')}, one per dimension."
             )
         return tuple(lengths)
 

@@ -83,8 +83,8 @@ class Weights:
         """Raise ValueError unless there is a weight for each of `length` elements."""
         if len(self._weights) != length:
             raise ValueError(
-                f"sample: there are {len(self._weights)} weights, but the data set has {length} "
-                "elements. Give one for each."
+                f"sample: there are {len(self._weights)} weights, but the dataset has {length} "
+                "elements. Pass one per element."
             )
 
     def draws(self, key: PassKey) -> np.ndarray:

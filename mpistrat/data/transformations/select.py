@@ -68,15 +68,15 @@ class Indices:
         if given.dtype == np.bool_:
             if len(given) != length:
                 raise IndexError(
-                    f"select: the mask has {len(given)} entries, but the data set {length} "
-                    "elements. Give one for each."
+                    f"select: the mask has {len(given)} entries, but the dataset has {length} "
+                    "elements. Pass one per element."
                 )
             return np.flatnonzero(given)
         wrong = np.flatnonzero((given < -length) | (given >= length))
         if len(wrong):
             raise IndexError(
                 f"select: index {int(given[wrong[0]])} at position {int(wrong[0])} is out of range "
-                f"for a data set of {length} elements. Use indices in [{-length}, {length - 1}]."
+                f"for a dataset of {length} elements. Use indices in [{-length}, {length - 1}]."
             )
         return np.where(given < 0, given + length, given)
 

@@ -63,8 +63,8 @@ class Shuffle(Reordering):
         window = self.window if layout is None else self.window_rows(layout)
         if window is None and upstream.length == ENDLESS:
             raise ValueError(
-                "shuffle needs a window where the data set before it is endless: give window=..., "
-                "or shuffle before repeat."
+                "shuffle needs a window if the dataset before it is endless. Pass window=..., or "
+                "call shuffle before repeat."
             )
         # Each window has its own key, so nothing is drawn for the windows before `start`.
         first, rest = (0, start) if window is None else divmod(start, window)

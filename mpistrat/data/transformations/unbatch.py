@@ -85,8 +85,8 @@ class Rows(View):
         for path, leaf in zip(paths, leaves, strict=True):
             if not leaf.shape or holds_ragged(leaf):
                 raise ValueError(
-                    f"unbatch gives the rows of arrays one by one, but {path or 'the element'} of "
-                    f"{self.children[0].calls} is {leaf}, without a first dimension."
+                    f"unbatch returns the rows of arrays one by one, but {path or 'the element'} "
+                    f"of {self.children[0].calls} is {leaf}, without a first dimension."
                 )
         return nests.unflatten(structure, [ArraySpec(e.shape[1:], e.dtype) for e in leaves])
 
@@ -152,8 +152,9 @@ class Rows(View):
         if () in shapes.values() or len({shape[0] for shape in shapes.values()}) > 1:
             found = ", ".join(f"{path or 'it'}: {shape}" for path, shape in shapes.items())
             raise DataError(
-                f"unbatch needs arrays of one length in each element, but element {number} has "
-                f"the shapes {found}. Leave out the others, or bring them to one length with map."
+                f"unbatch needs arrays of the same length in each element, but element {number} "
+                f"has the shapes {found}. Leave out the others, or use map to make their lengths "
+                "equal."
             )
         return int(next(iter(shapes.values()))[0])
 
@@ -301,7 +302,7 @@ class _RowsOfElements(Child):
                 raise DataError(
                     f"unbatch: element {element} had {length} rows when they were counted, and now "
                     f"has arrays of the shapes {[leaf.shape for leaf in leaves]}. A function of "
-                    "map must give the same number of rows each time."
+                    "map must return the same number of rows each time."
                 )
             if len(missing) > 1:  # otherwise one element would keep all others in memory
                 leaves = [leaf.copy() for leaf in leaves]

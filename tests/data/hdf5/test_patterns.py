@@ -172,11 +172,11 @@ def test_links_lead_nowhere_in_circles_and_to_other_files(tmp_path):
     for number, target in enumerate(("/nowhere", "/data/self7")):
         with h5py.File(path, "a") as file:
             file[f"data/self{number + 6}"] = h5py.SoftLink(target)
-        first_use_raises(path, "data/self*/x", match=f"'self{number + 6}/x'.* leads nowhere")
+        first_use_raises(path, "data/self*/x", match=f"'self{number + 6}/x', a broken link")
         with h5py.File(path, "a") as file:
             del file[f"data/self{number + 6}"]
     (tmp_path / "far.h5").unlink()
-    first_use_raises(path, "data/demo_*/x", match="leads nowhere")
+    first_use_raises(path, "data/demo_*/x", match="a broken link")
 
 
 @given(

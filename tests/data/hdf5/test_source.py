@@ -190,7 +190,7 @@ def test_fields_that_do_not_fit(numbered, tmp_path):
     first_use_raises(path, "image/x", match="'image/x' is missing")
     with h5py.File(path, "a") as file:
         file["nowhere"], file["type"] = h5py.SoftLink("/gone"), np.dtype("f4")
-    first_use_raises(path, "nowhere", match="'nowhere' is a link that leads nowhere")
+    first_use_raises(path, "nowhere", match="'nowhere' is a broken link")
     first_use_raises(path, "type", match="'type' is a named type")
     first_use_raises(numbered(0, name="empty.h5"), match=r"no examples in .*empty\.h5")
     with h5py.File(path, "a") as file:
@@ -201,7 +201,7 @@ def test_fields_that_do_not_fit(numbered, tmp_path):
     first_use_raises(path, "group/scalar", match="'group/scalar' .* scalar")
     with h5py.File(tmp_path / "groups.h5", "w") as file:
         file["group/x"] = np.zeros(3)
-    first_use_raises(tmp_path / "groups.h5", match="no data set at its top level")
+    first_use_raises(tmp_path / "groups.h5", match="no dataset at its top level")
     assert Dataset.from_hdf5(tmp_path / "groups.h5", "group/x").cardinality() == 3
 
 
