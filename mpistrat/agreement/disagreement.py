@@ -51,11 +51,11 @@ def _describe_disagreement(reports: Mapping[int, dict[str, Any]]) -> str:
     )
     structures: dict[str, set[str]] = {}
     for report in reports.values():
-        structures.setdefault(report["what"], set()).add(report.get("structure", ""))
+        structures.setdefault(_kind(report), set()).add(report.get("structure", ""))
     groups: dict[tuple[str, str], list[int]] = {}
     for rank, report in reports.items():
         call = report["what"]
-        if len(structures[call]) > 1 and report.get("structure"):
+        if len(structures[_kind(report)]) > 1 and report.get("structure"):
             call += f" structured as {report['structure']}"
         place = _place(report, counters_differ, has_runs, num_before > num_now == 1)
         if report["ended"]:
