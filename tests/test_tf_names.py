@@ -10,7 +10,7 @@ from mpistrat.strategies.cluster_resolver import ClusterResolver
 from mpistrat.strategies.extended_v1 import InputIterator
 from tests import ROOT
 
-PAGE = (ROOT / "docs" / "coming-from" / "tf-distribute.md").read_text()
+PAGE = (ROOT / "docs" / "reference" / "tf-distribute-names.md").read_text()
 STATES = {"same", "wider", "differs", "ignored", "absent"}
 
 # The public names of tf.distribute's strategy API, by the section of the page they stand in.
