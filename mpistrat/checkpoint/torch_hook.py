@@ -123,7 +123,7 @@ class TensorLibrary(Protocol):
         """Return an adapter for an object of PyTorch with state, ``None`` for others."""
 
     def world_strategy(self) -> Any:
-        """Return the strategy that runs the process group of all ranks, ``None`` without one."""
+        """Return the strategy of the process group of all ranks, ``None`` without one."""
 
     def stored(self, tensor: Any) -> TensorArray:
         """Return `tensor` as a file stores it, or raise TypeError that names its kind."""
@@ -158,7 +158,7 @@ def tensor_state(value: object) -> TensorState | None:
 
 
 def world_strategy() -> Any:
-    """Return the strategy that runs PyTorch's group of all ranks, ``None`` without one."""
+    """Return the strategy of PyTorch's group of all ranks, ``None`` without one."""
     return tensor_library().world_strategy() if "mpistrat.torch" in sys.modules else None
 
 

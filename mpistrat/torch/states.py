@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 from mpistrat.checkpoint.torch_hook import LoadedShard, TensorState
+from mpistrat.mpi.world import is_started, started_world
 from mpistrat.sharding import Box
-from mpistrat.torch.launching import backend_of
+from mpistrat.torch.group_strategy import GroupStrategy, strategy_of_group
 from mpistrat.torch.stored import (
     FSDP1_ADVICE,
     LocalPart,
@@ -52,10 +53,13 @@ class TorchTensors:
         return _OtherState(value) if has_both else None
 
     def world_strategy(self) -> Any:
-        """Return the strategy that runs the process group of all ranks, ``None`` without one."""
+        """Return the strategy of the process group of all ranks, ``None`` without one."""
         if not (dist.is_available() and dist.is_initialized()):
             return None
-        return getattr(backend_of(dist.group.WORLD), "_strategy", None)
+        strategy = strategy_of_group()
+        # A program whose ranks MPI connects may have groups of other backends too.
+        is_of_mpi = not isinstance(strategy, GroupStrategy)
+        return strategy if is_of_mpi or not (is_started() and started_world()) else None
 
     def stored(self, tensor: torch.Tensor) -> StoredTensor:
         """Return `tensor` as a file stores it, or raise TypeError that names its kind."""

@@ -122,7 +122,7 @@ class _Reduction:
 
 
 def _is_inexact(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
+    return bool(dtype.is_floating_point or dtype.is_complex)
 
 
 def _truncated_quotient(total: np.ndarray, size: int) -> np.ndarray:
