@@ -338,6 +338,22 @@ def test_what_is_no_group_of_this_rank_is_refused(world):
             mst.HDF5Dataset(batches, group=group)
 
 
+@pytest.mark.parametrize("backend", ["mpistrat", "gloo"])
+def test_a_checkpoint_is_of_the_ranks_of_its_dataset(path, backend):
+    """The other ranks of the job do not take part."""
+    group = dist.new_group([0], backend=backend)
+    if dist.get_rank() == 0:
+        dataset = mst.HDF5Dataset(batches_of(path), group=group)
+        next(iter(dataset))
+        ms.Checkpoint(batches=dataset).write(f"{path}.part")
+        with ms.PreemptionCheckpointHandler(
+            ms.CheckpointManager(ms.Checkpoint(batches=dataset), f"{path}.folder"), signals=[]
+        ) as handler:
+            assert not handler.save_checkpoint_if_preempted(1)
+    dist.barrier()
+    assert path.with_name(f"{path.name}.part").is_file()
+
+
 def test_a_group_of_gloo_in_a_job_of_mpi_divides_in_the_same_way(path, gloo):
     over_gloo, over_mpi = (mst.HDF5Dataset(batches_of(path), group=each) for each in (gloo, None))
     assert type(over_gloo.strategy).__name__ == "GroupStrategy"

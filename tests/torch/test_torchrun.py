@@ -17,9 +17,10 @@ torch = pytest.importorskip("torch")
 from mpistrat.checkpoint.reader import open_checkpoint  # noqa: E402
 from mpistrat.sharding import slice_of_rank  # noqa: E402
 from mpistrat.testing import launch  # noqa: E402
+from tests import ROOT  # noqa: E402
 from tests.torch import torchrun  # noqa: E402
 
-pytestmark = [pytest.mark.launches, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.launches, pytest.mark.timeout(600)]
 
 START = "import torch.distributed as dist, mpistrat as ms, mpistrat.torch as mst\n"
 
@@ -104,8 +105,8 @@ def test_files_are_those_that_mpi_writes(tmp_path):
         torchrun.run_on(launcher, program, 2)
     assert contents(tmp_path / "torchrun.h5") == contents(tmp_path / "mpiexec.h5")
     with h5py.File(tmp_path / "torchrun.h5") as file:
-        assert file.attrs["mpi_library"] == "none"
-        assert file["variables"].attrs["writers"] == "ranks 0-1 of 2"
+        assert file.attrs["mpi_library"] == b"none"
+        assert file["variables"].attrs["writers"] == b"ranks 0-1 of 2"
 
 
 def test_shards_move_between_torchrun_and_mpi(tmp_path):
@@ -126,6 +127,18 @@ def test_importing_imports_no_mpi():
     code = "import sys, mpistrat.torch; print([n for n in sys.modules if n.startswith('mpi4py')])"
     done = launch.run(["-c", code])
     assert done.stdout == "[]\n", done.stderr
+
+
+def test_the_program_of_the_page(tmp_path):
+    page = (ROOT / "docs/guide/pytorch.md").read_text()
+    mark = "<!-- under torchrun -->\n<!-- not run -->\n"
+    (code,) = re.findall(rf"{mark}```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    program = tmp_path / "train.py"
+    program.write_text(code)
+    torchrun.run([program], 2, cwd=tmp_path)
+    torchrun.run([program], 1, cwd=tmp_path)  # which resumes
+    with open_checkpoint(tmp_path / "runs/torchrun/checkpoint-10.h5") as reader:
+        reader.verify()
 
 
 def test_a_group_is_needed(tmp_path):

@@ -21,7 +21,7 @@ def command(program, ranks):
     ]
 
 
-def run(program, ranks, limit_s=100, **options):
+def run(program, ranks, limit_s=200, **options):
     """Run a program that is expected to end well, and return what it has printed."""
     for _ in range(3):
         done = launch.run(command(program, ranks), None, limit_s, **options)
@@ -43,7 +43,7 @@ def run_on(launcher, program, ranks, **options):
     return done.stdout
 
 
-def failure(program, ranks, limit_s=100, **options):
+def failure(program, ranks, limit_s=200, **options):
     """Run a program that is expected to fail, and return what it has written to stderr."""
     done = launch.run(command(program, ranks), None, limit_s, **options)
     assert done.returncode != 0, done.stdout + done.stderr
