@@ -42,7 +42,7 @@ START = "import torch.distributed as dist, mpistrat as ms, mpistrat.torch as mst
 def test_all_that_a_group_without_mpi_can_do(tmp_path, backend, ranks):
     program = [torchrun.PROGRAMS / "group_checks.py", backend, tmp_path]
     printed = torchrun.run(program, ranks)
-    assert sorted(printed.splitlines()) == [f"rank {rank} is done" for rank in range(ranks)]
+    assert all(f"rank {rank} is done" in printed for rank in range(ranks))
 
 
 def joined(lists):

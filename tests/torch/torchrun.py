@@ -33,12 +33,11 @@ def run(program, ranks, limit_s=200, **options):
 
 
 def run_on(launcher, program, ranks, **options):
-    """Do `run` under torchrun, under mpiexec, or as one process."""
+    """Do `run` under torchrun or mpiexec."""
     if launcher == "torchrun":
         return run(program, ranks, **options)
-    done = launch.run(
-        ["-W", "ignore", *program], ranks if launcher == "mpiexec" else None, 100, **options
-    )
+    assert launcher == "mpiexec"
+    done = launch.run(["-W", "ignore", *program], ranks, 200, **options)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
