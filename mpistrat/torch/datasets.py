@@ -104,7 +104,11 @@ class HDF5Dataset(IterableDataset[Any]):
         if self._pins:
             dataset = _read_into_pinned_memory(dataset)
         self.strategy = _strategy_of(group)
-        """The strategy of the group, for a checkpoint; ``None`` without one."""
+        """The strategy of the group, for a checkpoint; ``None`` without one.
+
+        For a group that MPI does not run, it has only rank, size, `barrier`, `broadcast_object`
+        and `gather_objects`. Everything else raises `NotImplementedError`.
+        """
         if isinstance(self.strategy, MPIStrategy):
             dist.barrier(group)  # after pending asynchronous operations
         divides = self.strategy or OneDeviceStrategy()
