@@ -7,8 +7,6 @@ network in the same order, so each resumes from the checkpoints of the others.
 
 import argparse
 
-import numpy as np
-
 import mpistrat as ms
 
 try:
@@ -94,21 +92,19 @@ def fit(args, step, *, model, optimizer, parallel=False):
     train_batches = make_batches(args, "train", drop_remainder=True)
     test_batches = make_batches(args, "test")
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs)
-    strategy = mst.strategy()
-    with strategy.scope():
-        epochs = ms.Variable(np.int64(0), name="epochs")
     saved = ms.Checkpoint(
-        model=model, optimizer=optimizer, scheduler=scheduler, batches=train_batches, epochs=epochs
+        model=model, optimizer=optimizer, scheduler=scheduler, batches=train_batches
     )
-    manager = ms.CheckpointManager(saved, args.output, step_counter=epochs, parallel=parallel)
-    if (path := manager.restore_or_initialize()) and strategy.is_chief:
-        print(f"resumes from {path} on {strategy.size} rank(s)", flush=True)
-    while epochs.numpy() < args.epochs:
+    manager = ms.CheckpointManager(saved, args.output, parallel=parallel)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if (path := manager.restore_or_initialize()) and rank == 0:
+        print(f"resumes from {path} on {size} rank(s)", flush=True)
+    while scheduler.last_epoch < args.epochs:
         losses = [step(image, label) for image, label in train_batches]
         scheduler.step()
-        loss = total([sum(losses)])[0] / len(losses) / strategy.size
+        loss = total([sum(losses)])[0] / len(losses) / size
         accuracy = accuracy_of(model, test_batches)
-        epochs.assign_add(1)
-        manager.save()
-        if strategy.is_chief:
-            print(f"epoch {int(epochs.numpy())}, loss: {loss:.4f}, test accuracy: {accuracy:.4f}")
+        epoch = scheduler.last_epoch
+        manager.save(epoch)
+        if rank == 0:
+            print(f"epoch {epoch}, loss: {loss:.4f}, test accuracy: {accuracy:.4f}", flush=True)

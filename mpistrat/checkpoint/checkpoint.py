@@ -131,9 +131,9 @@ class Checkpoint(Trackable):
         tensors differ. Of sharded tensors (DTensor) each rank writes its own shards, so all ranks
         must see the folder. The file appears under its name once it is complete and on disk.
 
-        Outside of any strategy, and of a process group of `mpistrat.torch`, it is **Local**. In a
-        job of several ranks, rank 0 then writes, and the other ranks return at once, before the
-        file is there: a rank that needs the file must wait, for example with
+        Outside of any strategy, and without a process group of torch.distributed, it is **Local**.
+        In a job of several ranks, rank 0 then writes, and the other ranks return at once, before
+        the file is there: a rank that needs the file must wait, for example with
         ``strategy.barrier()``. If exactly one strategy on several ranks is open, objects without a
         variable still count as that strategy's objects. Otherwise, if MPI has been started, the
         ranks of the job compare them.

@@ -295,9 +295,10 @@ def check_disjoint(paths: list[str]) -> None:
 def collectives_for(tree: Tree, what: str) -> Collectives:
     """Return the collectives of the strategy of the objects in `tree`. Local.
 
-    If the objects have no strategy, return the collectives of the current strategy; else of
-    PyTorch's process group of all ranks; else, for objects other than variables, of the only open
-    strategy on several ranks; else of one process without MPI.
+    If the objects have no strategy, return the collectives of the current strategy; else of the
+    process group of an `mpistrat.torch.HDF5Dataset` among the objects; else of PyTorch's group of
+    all ranks; else, for objects other than variables, of the only open strategy on several ranks;
+    else of one process without MPI.
     """
     strategy = strategy_of(tree, what)
     if strategy is None:
@@ -314,27 +315,33 @@ def collectives_for(tree: Tree, what: str) -> Collectives:
 
 def strategy_of(tree: Tree, what: str) -> Any:
     """Return the strategy of the objects in `tree`, chosen as in `collectives_for`, or ``None``."""
-    found: dict[int, Any] = {}
     groups: tuple[dict[str, Any], ...] = (tree.variables, tree.stateful, tree.trackables)
-    for group in groups:
-        for each in group.values():
-            strategy = getattr(each, "strategy", None)
-            if _distributes(strategy):
-                found[id(strategy)] = strategy
+    strategy = _common_strategy([each for group in groups for each in group.values()], what)
+    if strategy is not None:
+        return strategy
+    frame = context.current()
+    if frame is not None and _distributes(frame.strategy):
+        return frame.strategy
+    states = [each for each in tree.stateful.values() if isinstance(each, TensorState)]
+    strategy = _common_strategy([each.target for each in states], what) or world_strategy()
+    if strategy is None and not tree.variables and (tree.stateful or tree.trackables):
+        strategy = context.only_open_strategy()
+    return strategy
+
+
+def _common_strategy(objects: Iterable[Any], what: str) -> Any:
+    """Return the strategy of `objects`, ``None`` if they have none, or raise for several."""
+    found: dict[int, Any] = {}
+    for each in objects:
+        strategy = getattr(each, "strategy", None)
+        if _distributes(strategy):
+            found[id(strategy)] = strategy
     if len(found) > 1:
         raise ContextError(
             f"{what}: the objects belong to several strategies, "
             f"{', '.join(map(repr, found.values()))}. Use one checkpoint for each."
         )
-    if found:
-        return next(iter(found.values()))
-    frame = context.current()
-    if frame is not None and _distributes(frame.strategy):
-        return frame.strategy
-    strategy = world_strategy()
-    if strategy is None and not tree.variables and (tree.stateful or tree.trackables):
-        strategy = context.only_open_strategy()
-    return strategy
+    return next(iter(found.values()), None)
 
 
 def _distributes(strategy: Any) -> bool:

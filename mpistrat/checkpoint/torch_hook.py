@@ -75,7 +75,7 @@ class TensorState:
     """Whether replicas hold its tensors: rank 0's are saved, even if the replicas have drifted."""
 
     def __init__(self, target: Any) -> None:
-        self._target = target
+        self.target = target
 
     def mirrored_keys(self, keys: Iterable[str]) -> set[str]:
         """Return the `keys` whose tensors must be equal on all ranks."""
@@ -93,12 +93,12 @@ class TensorState:
 
     def state_dict(self) -> dict[Any, Any]:
         """Return the state."""
-        state: dict[Any, Any] = self._target.state_dict()
+        state: dict[Any, Any] = self.target.state_dict()
         return state
 
     def load_state_dict(self, state: dict[Any, Any]) -> None:
         """Set a state."""
-        self._target.load_state_dict(state)
+        self.target.load_state_dict(state)
 
     def differences(self, path: str, state: dict[Any, Any]) -> Iterator[str]:
         """Yield why the object at `path` cannot take a state, whose tensors have no values."""
@@ -113,7 +113,7 @@ class TensorState:
         yield from ()
 
     def __repr__(self) -> str:
-        return repr(self._target)
+        return repr(self.target)
 
 
 class TensorLibrary(Protocol):
@@ -123,7 +123,7 @@ class TensorLibrary(Protocol):
         """Return an adapter for an object of PyTorch with state, ``None`` for others."""
 
     def world_strategy(self) -> Any:
-        """Return the strategy that runs the process group of all ranks, ``None`` without one."""
+        """Return the strategy of the process group of all ranks, ``None`` without one."""
 
     def stored(self, tensor: Any) -> TensorArray:
         """Return `tensor` as a file stores it, or raise TypeError that names its kind."""
@@ -158,7 +158,7 @@ def tensor_state(value: object) -> TensorState | None:
 
 
 def world_strategy() -> Any:
-    """Return the strategy that runs PyTorch's group of all ranks, ``None`` without one."""
+    """Return the strategy of PyTorch's group of all ranks, ``None`` without one."""
     return tensor_library().world_strategy() if "mpistrat.torch" in sys.modules else None
 
 

@@ -158,7 +158,10 @@ class CollectiveCall(Call):
 
     @contextlib.contextmanager
     def communicator(self) -> Iterator[MPI.Intracomm]:
-        """Yield the communicator that moves data; ``None`` except to a rank's first replica."""
+        """Yield the communicator that moves data, ``None`` if it is not MPI that moves them.
+
+        Of the replicas of a rank, the first gets the communicator, and the others ``None``.
+        """
         transport: Any = self.channel.transport
         with self.moving(), transport.occupancy:
             yield transport.comm

@@ -23,13 +23,14 @@ from mpistrat.errors import LaunchError
 from mpistrat.mpi.launcher import is_one_of_several
 from mpistrat.ragged import Ragged
 from mpistrat.settings import environment
+from mpistrat.strategies.mpi import MPIStrategy
 from mpistrat.strategies.one_replica import OneDeviceStrategy
 from mpistrat.strategies.strategy import Strategy
-from mpistrat.torch.launching import strategy
+from mpistrat.torch.group_strategy import strategy_of_group
 from mpistrat.values import localize
 
 _NO_WORKERS = (
-    "num_workers must be 0: mpistrat reads in threads, and a fork of an MPI rank may not "
+    "num_workers must be 0: mpistrat reads in threads, and a fork of a rank may not "
     "communicate. Use DataLoader(dataset, batch_size=None), and prefetch(n) of the data set to "
     "prepare batches ahead."
 )
@@ -63,7 +64,8 @@ class HDF5Dataset(IterableDataset[Any]):
     dataset : mpistrat.data.Dataset
         Dataset whose batches are the global batches. The same on all ranks.
     group : torch.distributed.ProcessGroup, optional
-        A group of the backend mpistrat. Default: the world group. A single process needs no group.
+        A group of any backend, such as mpistrat, gloo or NCCL. Default: the world group. A single
+        process needs no group.
     pin_memory : bool
         Whether tensors are in page-locked memory, from which copies to an accelerator can overlap
         with computation. Files are read straight into it; other tensors are copied, as
@@ -74,7 +76,7 @@ class HDF5Dataset(IterableDataset[Any]):
     LaunchError
         If the process is one of several, and there is no process group.
     TypeError
-        If `group` has a different backend, or `dataset` is not an `mpistrat.data.Dataset`.
+        If this rank is not a member of `group`, or `dataset` is not an `mpistrat.data.Dataset`.
     ValueError
         If `dataset` was not batched.
     DataError
@@ -102,8 +104,12 @@ class HDF5Dataset(IterableDataset[Any]):
         if self._pins:
             dataset = _read_into_pinned_memory(dataset)
         self.strategy = _strategy_of(group)
-        """The strategy of the group, for a checkpoint; ``None`` without one."""
-        if self.strategy is not None:
+        """The strategy of the group, for a checkpoint; ``None`` without one.
+
+        For a group that MPI does not run, it has only rank, size, `barrier`, `broadcast_object`
+        and `gather_objects`. Everything else raises `NotImplementedError`.
+        """
+        if isinstance(self.strategy, MPIStrategy):
             dist.barrier(group)  # after pending asynchronous operations
         divides = self.strategy or OneDeviceStrategy()
         self._batches = divides.experimental_distribute_dataset(dataset)
@@ -195,11 +201,12 @@ class HDF5Dataset(IterableDataset[Any]):
 def _strategy_of(group: dist.ProcessGroup | None) -> Strategy | None:
     """Return the strategy of `group`, ``None`` for a single process."""
     if group is not None or dist.is_initialized():
-        return strategy(group)
+        return strategy_of_group(group)
     if is_one_of_several() or environment().get("WORLD_SIZE", "1") != "1":
         raise LaunchError(
             "HDF5Dataset: this process is one of several, but there is no process group, so each "
-            "would read all data. Call mpistrat.torch.init() first."
+            "would read all data. Call mpistrat.torch.init() or "
+            "torch.distributed.init_process_group(...) first."
         )
     return None
 

@@ -12,11 +12,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mpistrat import nests
 from mpistrat.collectives.collectives import CollectiveCall
+from mpistrat.context import collectives_of
 from mpistrat.errors import ReplicaDriftError
 from mpistrat.options import ReduceOp
 from mpistrat.pytorch import host_array
 from mpistrat.system.text import rank_list, ranks_by_value
-from mpistrat.torch.launching import backend_of, strategy
+from mpistrat.torch.group_strategy import GroupStrategy, strategy_of_group
+from mpistrat.torch.launching import backend_of
 from mpistrat.variables.drift import differ_over_ranks, digest_of, lines_of_groups
 
 _KIND = "torch.assert_replicas_agree"
@@ -38,7 +40,7 @@ def assert_replicas_agree(
         for a DistributedDataParallel, those of the module inside. Batch statistics normally differ
         between ranks: for a module with BatchNorm, pass ``dict(module.named_parameters())``.
     group : torch.distributed.ProcessGroup, optional
-        A group of the backend mpistrat. Default: the world group.
+        A group of any backend. Default: the world group.
 
     Raises
     ------
@@ -55,7 +57,11 @@ def assert_replicas_agree(
     >>> model = torch.nn.Linear(64, 10)
     >>> mst.assert_replicas_agree(torch.nn.parallel.DistributedDataParallel(model))
     """
-    strategy(group)  # raises for a group of a different backend
+    strategy = strategy_of_group(group)
+    if isinstance(strategy, GroupStrategy):
+        with collectives_of(strategy).call(_KIND) as call:
+            _compare(call, module_or_tensors)
+        return
     issuer = backend_of(dist.group.WORLD if group is None else group)
     opts = dist.BroadcastOptions()
     opts.asyncOp = False

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 from mpistrat.checkpoint.torch_hook import LoadedShard, TensorState
+from mpistrat.mpi.world import is_started, started_world
 from mpistrat.sharding import Box
-from mpistrat.torch.launching import backend_of
+from mpistrat.torch.group_strategy import GroupStrategy, strategy_of_group
 from mpistrat.torch.stored import (
     FSDP1_ADVICE,
     LocalPart,
@@ -52,10 +53,13 @@ class TorchTensors:
         return _OtherState(value) if has_both else None
 
     def world_strategy(self) -> Any:
-        """Return the strategy that runs the process group of all ranks, ``None`` without one."""
+        """Return the strategy of the process group of all ranks, ``None`` without one."""
         if not (dist.is_available() and dist.is_initialized()):
             return None
-        return getattr(backend_of(dist.group.WORLD), "_strategy", None)
+        strategy = strategy_of_group()
+        # A program whose ranks MPI connects may have groups of other backends too.
+        is_of_mpi = not isinstance(strategy, GroupStrategy)
+        return strategy if is_of_mpi or not (is_started() and started_world()) else None
 
     def stored(self, tensor: torch.Tensor) -> StoredTensor:
         """Return `tensor` as a file stores it, or raise TypeError that names its kind."""
@@ -133,19 +137,19 @@ class _ModuleState(TensorState):
     def mirrored_keys(self, keys: Iterable[str]) -> set[str]:
         """Return the keys of parameters: buffers, such as batch statistics, normally differ."""
         # Tied parameters have several names, and each of them is a key of the state.
-        named = self._target.named_parameters(remove_duplicate=False)
+        named = self.target.named_parameters(remove_duplicate=False)
         return set(keys) & {name for name, _ in named}
 
     @property
     def may_refuse(self) -> bool:
         """Whether a class or a hook outside of torch takes part in loading a state."""
-        own = type(self._target).load_state_dict
+        own = type(self.target).load_state_dict
         return own is not torch.nn.Module.load_state_dict or not all(
             _is_of_torch(type(each)._load_from_state_dict)
             and type(each).set_extra_state is torch.nn.Module.set_extra_state
             and all(map(_is_of_torch, each._load_state_dict_pre_hooks.values()))
             and all(map(_is_of_torch, each._load_state_dict_post_hooks.values()))
-            for each in self._target.modules()
+            for each in self.target.modules()
         )
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -154,17 +158,17 @@ class _ModuleState(TensorState):
     def state_dict(self) -> dict[Any, Any]:
         """Return the module's state."""
         self._refuse_flat_parameters()
-        return dict(self._target.state_dict())
+        return dict(self.target.state_dict())
 
     def _refuse_flat_parameters(self) -> None:
         fsdp = sys.modules.get("torch.distributed.fsdp")
         if fsdp is None:
             return
-        for name, each in self._target.named_modules():
+        for name, each in self.target.named_modules():
             if isinstance(each, fsdp.FullyShardedDataParallel):
                 raise TypeError(
                     f"A checkpoint cannot save the FullyShardedDataParallel at {name or '/'!r} of "
-                    f"this {type(self._target).__name__}, whose parameters are flat: "
+                    f"this {type(self.target).__name__}, whose parameters are flat: "
                     f"{FSDP1_ADVICE}."
                 )
 
@@ -190,12 +194,12 @@ class _ModuleState(TensorState):
         """Copy a state into the module; a module on the meta device adopts the tensors."""
         # keep_vars returns the parameters themselves: `_as_parameters` must see which of them are
         # the same object, and which need a gradient.
-        own = self._target.state_dict(keep_vars=True)
+        own = self.target.state_dict(keep_vars=True)
         state = {key: _as_part(value, own.get(key)) for key, value in state.items()}
         is_meta = any(_is_meta(each) for each in (*own.values(), *state.values()))
         if is_meta:
             state = _as_parameters(state, own)
-        self._target.load_state_dict(state, assign=is_meta)
+        self.target.load_state_dict(state, assign=is_meta)
 
 
 def _is_meta(value: object) -> bool:
@@ -237,7 +241,7 @@ class _OptimizerState(TensorState):
     @property
     def replaces_tensors(self) -> bool:
         """Whether the program has not changed how optimizers load a state."""
-        target = self._target
+        target = self.target
         return (
             type(target).load_state_dict is torch.optim.Optimizer.load_state_dict
             and not target._optimizer_load_state_dict_pre_hooks
@@ -266,7 +270,7 @@ class _OptimizerState(TensorState):
                     )
 
     def _parameters(self) -> list[Any]:
-        return [each for group in self._target.param_groups for each in group["params"]]
+        return [each for group in self.target.param_groups for each in group["params"]]
 
     def shards(self, state: dict[Any, Any]) -> Iterator[tuple[Any, Box | None]]:
         """Yield each slot of a parameter, and the part of it that this rank has."""
@@ -283,7 +287,7 @@ class _OptimizerState(TensorState):
         for number, own in enumerate(self._parameters()):
             if isinstance(slots.get(number), dict):
                 slots[number] = {key: _as_part(each, own) for key, each in slots[number].items()}
-        self._target.load_state_dict({**state, "state": slots})
+        self.target.load_state_dict({**state, "state": slots})
 
 
 def _numbered(state: dict[Any, Any]) -> dict[Any, Any]:
@@ -320,15 +324,15 @@ class _GeneratorState(TensorState):
 
     def state_dict(self) -> dict[Any, Any]:
         """Return the state, as bytes."""
-        return {"state": self._target.get_state()}
+        return {"state": self.target.get_state()}
 
     def differences(self, path: str, state: dict[Any, Any]) -> Iterator[str]:
         """Yield a line if the state belongs to a different kind of generator."""
-        yield from _difference(f"{path}/state", state.get("state"), self._target.get_state())
+        yield from _difference(f"{path}/state", state.get("state"), self.target.get_state())
 
     def load_state_dict(self, state: dict[Any, Any]) -> None:
         """Set the state."""
-        self._target.set_state(state["state"])
+        self.target.set_state(state["state"])
 
 
 class _OtherState(TensorState):
@@ -336,7 +340,7 @@ class _OtherState(TensorState):
 
     def load_state_dict(self, state: dict[Any, Any]) -> None:
         """Load a state, with its counters restored as counters."""
-        self._target.load_state_dict(_with_counters(state, self._target.state_dict()))
+        self.target.load_state_dict(_with_counters(state, self.target.state_dict()))
 
 
 def _with_counters(value: Any, own: Any) -> Any:

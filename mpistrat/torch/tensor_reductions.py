@@ -74,18 +74,21 @@ class _Reduction:
         for dtype in dtypes:
             self._check(kind, dtype)
         self._is_bool = torch.bool in dtypes
-        self.structure = f"{self.name} of bool" if self._is_bool else ()
-        """Description that ranks compare in addition to mpistrat's operator."""
         if self._is_bool:
             self.op = _OF_BOOL.get(self.op, self.op)
+        self.averages_integers = self.op is ReduceOp.MEAN and not _is_inexact(dtypes[0])
+        """Whether the results are cut to integers, by `store`."""
+        if self.averages_integers:
+            # mpistrat's own mean of integers is a float64, and torch's has the tensor's dtype.
+            self.op = ReduceOp.SUM
 
     def _check(self, kind: str, dtype: torch.dtype) -> None:
-        is_floating = dtype.is_floating_point or dtype.is_complex
-        if self.bitwise and is_floating:
+        if self.bitwise and _is_inexact(dtype):
             raise TypeError(f"{kind}: {self.name} needs integers or bools, not {dtype}.")
-        if self.op is ReduceOp.MEAN and not is_floating:
+        if self.op is ReduceOp.MEAN and dtype is torch.bool:
             raise ValueError(
-                f"{kind}: ReduceOp.AVG needs a floating dtype, not {dtype}. Use SUM and divide."
+                f"{kind}: ReduceOp.AVG needs numbers, not {dtype}. Use SUM, which is the logical "
+                "or of bools, or convert them to numbers first."
             )
         if dtype.is_floating_point and torch.finfo(dtype).bits < 16:
             raise TypeError(
@@ -93,10 +96,40 @@ class _Reduction:
                 "torch.bfloat16)."
             )
 
+    def structure(self, tensors: Sequence[torch.Tensor]) -> object:
+        """Return what ranks compare in addition to mpistrat's operator, dtypes and shapes."""
+        if self.averages_integers:
+            return (self.name, *(described(each)[0] for each in tensors))
+        return f"{self.name} of bool" if self._is_bool else ()
+
     def arrays(self, operands: Sequence[Operand]) -> list[np.ndarray]:
         """Return the operands as arrays to reduce."""
         arrays = [each.array for each in operands]
+        if self.averages_integers:
+            # The average fits into a narrow dtype, but the sum may not.
+            return [each if each.itemsize == 8 else each.astype(np.int64) for each in arrays]
         return [each.view(np.uint8) for each in arrays] if self._is_bool else arrays
+
+    def store(self, result: np.ndarray, target: Operand, size: int) -> None:
+        """Overwrite `target` with the reduction of `arrays` over `size` ranks."""
+        array = target.array
+        if self.averages_integers:
+            array[...] = _truncated_quotient(result, size).reshape(array.shape)
+        else:
+            array = array.view(np.uint8) if self._is_bool else array
+            cast_into(array, result.reshape(array.shape))
+        target.give_back()
+
+
+def _is_inexact(dtype: torch.dtype) -> bool:
+    return bool(dtype.is_floating_point or dtype.is_complex)
+
+
+def _truncated_quotient(total: np.ndarray, size: int) -> np.ndarray:
+    """Return `total` divided by `size`, cut toward zero as NCCL does."""
+    quotient = total // size  # NumPy cuts toward minus infinity
+    quotient += (quotient < 0) & (quotient * size != total)
+    return quotient
 
 
 _kept_reduction = functools.lru_cache(_Reduction)
@@ -121,10 +154,11 @@ def all_reduce(call: CollectiveCall, op: Any, tensors: Sequence[torch.Tensor]) -
         # Two tensors may share memory, for example if the same tensor is passed twice.
         is_apart = len(arrays) == 1 or are_apart(arrays, arrays)
         targets = arrays if is_apart else [array.copy() for array in arrays]
-        call.all_reduce_in_place(reduction.op, targets, reduction.structure)
-        if not is_apart:
-            for array, target in zip(arrays, targets, strict=True):
-                np.copyto(array, target)
+        call.all_reduce_in_place(reduction.op, targets, reduction.structure(tensors))
+        if not is_apart or reduction.averages_integers:
+            for operand, target in zip(operands, targets, strict=True):
+                reduction.store(target, operand, call.channel.size)
+            return
     for operand in operands:
         operand.give_back()
 
@@ -147,11 +181,10 @@ def reduce(call: CollectiveCall, op: Any, tensor: torch.Tensor, root: int) -> No
         total = array if is_root else array.copy()
         _combine_bits(call, reduction.bitwise, total)
     else:
-        results = call.reduce(reduction.op, [array], root, reduction.structure)
-        if results is not None:
-            np.copyto(array, results[0])
+        results = call.reduce(reduction.op, [array], root, reduction.structure([tensor]))
+        total = array if results is None else results[0]
     if is_root:
-        operand.give_back()
+        reduction.store(total, operand, call.channel.size)
 
 
 def reduce_scatter(
@@ -180,9 +213,7 @@ def reduce_scatter(
         result = reduction.bitwise.ufunc.reduce(pieces, axis=0)
     else:
         result = combine(reduction.op, cast(pieces, accumulator_dtype(pieces.dtype)))
-    (array,) = reduction.arrays([target])
-    cast_into(array.reshape(-1), result)
-    target.give_back()
+    reduction.store(result, target, channel.size)
 
 
 def all_reduce_sparse(call: CollectiveCall, op: Any, tensor: torch.Tensor) -> None:
@@ -200,9 +231,13 @@ def all_reduce_sparse(call: CollectiveCall, op: Any, tensor: torch.Tensor) -> No
         counts = channel.transport.all_gather(np.array([own._nnz()]), [1] * channel.size).tolist()
     indices = _gathered(call, own.indices().t(), counts)
     values = _gathered(call, own.values(), counts)
+    if reduction.averages_integers:
+        values = values.long()  # as in `_Reduction.arrays`
     # coalesce adds up the values of ranks that have the same index.
     total = torch.sparse_coo_tensor(indices.t(), values, own.shape).coalesce()
-    if reduction.op is ReduceOp.MEAN:
+    if reduction.averages_integers:
+        total = total.div(channel.size, rounding_mode="trunc")
+    elif reduction.op is ReduceOp.MEAN:
         total = total / channel.size
     with torch.no_grad():
         tensor.copy_(total)

@@ -331,9 +331,41 @@ def test_errors_of_data_stay_as_they_are(world):
         mst.HDF5Dataset(ms.data.Dataset.range(4).batch(2), pin_memory="no")
 
 
-def test_groups_of_other_backends_are_refused():
-    with pytest.raises(TypeError, match=r"mpistrat\.torch\.init\(\)"):
-        mst.HDF5Dataset(ms.data.Dataset.range(4).batch(2), group=object())
+def test_what_is_no_group_of_this_rank_is_refused(world):
+    batches = ms.data.Dataset.range(4).batch(2)
+    for group in (object(), dist.GroupMember.NON_GROUP_MEMBER):
+        with pytest.raises(TypeError, match="a process group that this rank is a member of"):
+            mst.HDF5Dataset(batches, group=group)
+
+
+@pytest.mark.parametrize("backend", ["mpistrat", "gloo"])
+def test_a_checkpoint_is_of_the_ranks_of_its_dataset(path, backend):
+    """The other ranks of the job do not take part."""
+    group = dist.new_group([0], backend=backend)
+    if dist.get_rank() == 0:
+        dataset = mst.HDF5Dataset(batches_of(path), group=group)
+        next(iter(dataset))
+        ms.Checkpoint(batches=dataset).write(f"{path}.part")
+        with ms.PreemptionCheckpointHandler(
+            ms.CheckpointManager(ms.Checkpoint(batches=dataset), f"{path}.folder"), signals=[]
+        ) as handler:
+            assert not handler.save_checkpoint_if_preempted(1)
+    dist.barrier()
+    assert path.with_name(f"{path.name}.part").is_file()
+
+
+def test_a_group_of_gloo_in_a_job_of_mpi_divides_in_the_same_way(path, gloo):
+    over_gloo, over_mpi = (mst.HDF5Dataset(batches_of(path), group=each) for each in (gloo, None))
+    assert type(over_gloo.strategy).__name__ == "GroupStrategy"
+    assert (over_gloo.strategy.rank, over_gloo.strategy.size) == (
+        dist.get_rank(),
+        dist.get_world_size(),
+    )
+    assert labels(over_gloo) == labels(over_mpi)
+    assert over_gloo.state_dict() == over_mpi.state_dict()
+    # The world of the job is still that of MPI.
+    assert ms.Checkpoint(batches=over_mpi).write(f"{path}.mpi") == f"{path}.mpi"
+    assert ms.Checkpoint(batches=over_gloo).write(f"{path}.gloo") == f"{path}.gloo"
 
 
 def test_workers_are_refused(world, monkeypatch):

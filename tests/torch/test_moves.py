@@ -187,7 +187,7 @@ def test_wrong_arguments_are_named_with_the_rank(rank, size, world):
         (r"the root must be", ValueError, lambda: dist.scatter(two, group_src=size)),
         (r"lists", ValueError, lambda: dist.all_gather_coalesced([[two]] * (size + 1), [two])),
         (r"output lists", ValueError, lambda: dist.all_gather_coalesced([[short]] * size, [two])),
-        (r"AVG needs", ValueError, lambda: dist.reduce(two.int(), 0, dist.ReduceOp.AVG)),
+        (r"AVG needs", ValueError, lambda: dist.reduce(two.bool(), 0, dist.ReduceOp.AVG)),
     ):
         with pytest.raises(kind, match=here + rf".*{words}"):
             call()

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import mpistrat as ms
 from tests.helpers import triangle
 from tests.torch.tensors import FLOATS, FORMS, INTEGERS, NUMBERS, dtype_of, equal, numbers, stacked
 
@@ -34,6 +35,63 @@ def test_all_reduce_of_dtypes_and_lengths(rank, size, dtype, elements):
     assert tensor.equal(expected.to(dtype_of(dtype)))
 
 
+def truncated_mean(values):
+    """Return the mean over the first axis; of integers, cut toward zero."""
+    rounding = None if values.dtype.is_floating_point else "trunc"
+    return torch.div(values.sum(0), len(values), rounding_mode=rounding)
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_the_average_of_integers_is_cut_toward_zero_as_nccl_does(rank, size, dtype):
+    dtype = dtype_of(dtype)
+    largest = torch.iinfo(dtype).max
+    # -1, and sums that a narrow dtype cannot hold. A sum of 64 bits has no wider dtype.
+    rows = torch.tensor([[4 + 2 * r, 7, r, 0 if largest > 2**60 else largest] for r in range(size)])
+    if dtype.is_signed:
+        rows = torch.cat([rows, -rows], 1)
+        rows[:, 1] = -1 if size > 1 else 0
+        rows[0, 1] = 0
+    expected = truncated_mean(rows).to(dtype)
+    own = rows[rank].to(dtype)
+    tensor = own.clone()
+    dist.all_reduce(tensor, dist.ReduceOp.AVG)
+    equal(tensor, expected)
+    tensor = own.clone()
+    dist.reduce(tensor, size - 1, dist.ReduceOp.AVG)
+    equal(tensor, expected if rank == size - 1 else own)
+    output = torch.empty_like(own)
+    dist.reduce_scatter_tensor(output, own.repeat(size), dist.ReduceOp.AVG)
+    equal(output, expected)
+    pair = [own.clone(), own.clone()[::2]]
+    dist.all_reduce_coalesced(pair, dist.ReduceOp.AVG)
+    equal(pair[0], expected)
+    equal(pair[1], expected[::2])
+    if dtype in (torch.int32, torch.int64):
+        tensor = own.to_sparse()
+        dist.all_reduce(tensor, dist.ReduceOp.AVG)
+        equal(tensor.to_dense(), expected)
+
+
+def test_an_average_of_bools_is_refused():
+    with pytest.raises(ValueError, match="AVG needs numbers, not torch.bool"):
+        dist.all_reduce(torch.ones(2, dtype=torch.bool), dist.ReduceOp.AVG)
+    dist.barrier()
+
+
+def test_an_average_does_not_match_a_sum(rank, size):
+    if size == 1:
+        pytest.skip("ranks disagree only if there are several")
+    group = dist.new_group()
+    tensor = torch.ones(2, dtype=torch.int64)
+    with pytest.raises(ms.errors.CollectiveMismatchError):
+        dist.all_reduce(tensor, dist.ReduceOp.SUM if rank else dist.ReduceOp.AVG, group=group)
+    # Averages of narrow integers travel as int64.
+    group = dist.new_group()
+    tensor = torch.ones(2, dtype=torch.int16 if rank else torch.int32)
+    with pytest.raises(ms.errors.CollectiveMismatchError):
+        dist.all_reduce(tensor, dist.ReduceOp.AVG, group=group)
+
+
 @pytest.mark.parametrize("dtype", [*INTEGERS, *FLOATS])
 def test_all_reduce_by_each_operator(rank, size, dtype):
     dtype = dtype_of(dtype)
@@ -42,13 +100,9 @@ def test_all_reduce_by_each_operator(rank, size, dtype):
         (dist.ReduceOp.MIN, values.amin(0)),
         (dist.ReduceOp.MAX, values.amax(0)),
         (dist.ReduceOp.PRODUCT, values.prod(0)),
-        (dist.ReduceOp.AVG, values.mean(0)),
+        (dist.ReduceOp.AVG, truncated_mean(values)),
     ):
         tensor = numbers(rank, dtype)
-        if op == dist.ReduceOp.AVG and not dtype.is_floating_point:
-            with pytest.raises(ValueError, match="AVG needs a floating dtype"):
-                dist.all_reduce(tensor, op)
-            continue
         dist.all_reduce(tensor, op)
         torch.testing.assert_close(tensor, expected.to(dtype))
     dist.barrier()

@@ -486,7 +486,8 @@ def share_cache(source: Cached, collectives: Collectives, kind: str) -> None:
     with collectives.call(kind) as call:
         call.agree("cache", num_bytes)
         with call.communicator() as comm:
-            if comm is not None:  # otherwise the first replica of this rank has done this
+            # Without it, the first replica of this rank has done this, or the ranks cannot share.
+            if comm is not None:
                 token = None if source.store is None else source.store.token
                 file = NodeFile.of_node(comm, num_bytes, token)
                 if file is not None:

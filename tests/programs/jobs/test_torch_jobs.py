@@ -34,9 +34,16 @@ class TorchJob:
         self.options = ["--data", data, "--output", output, "--epochs", "3"]
         self.output = output
 
-    def run(self, ranks):
+    def run(self, ranks, torchrun=False):
         """Run it to the third epoch, and return what it prints."""
-        done = launch.run([self.program, *self.options], ranks, limit_s=100)
+        program = [self.program, *self.options]
+        if torchrun:
+            program = [
+                "-m",
+                *f"torch.distributed.run --standalone --nproc-per-node={ranks}".split(),
+                *program,
+            ]
+        done = launch.run(program, None if torchrun else ranks, limit_s=100)
         assert done.returncode == 0, done.stdout + done.stderr
         assert done.stderr == ""
         return done.stdout
@@ -97,6 +104,18 @@ def test_ddp_resumes_to_the_same_parameters_on_another_number_of_ranks(alone, di
     resumed = job.run(ranks=3)
     assert f"resumes from {tmp_path}/checkpoint-1.h5 on 3 rank(s)" in resumed
     assert "epoch 1," not in resumed
+    assert_same_tensors(job, alone)
+
+
+def test_ddp_resumes_under_torchrun_and_from_there(alone, digits, tmp_path):
+    job = TorchJob("ddp", digits, tmp_path)
+    shutil.copy(alone.output / "checkpoint-1.h5", job.output)
+    resumed = job.run(3, torchrun=True)
+    assert "checkpoint-1.h5 on 3 rank(s)" in resumed
+    np.testing.assert_allclose(losses(resumed), losses(alone.text)[1:], atol=2e-4)
+    assert_same_tensors(job, alone)
+    job.drop_checkpoints(3)
+    assert "checkpoint-2.h5 on 2 rank(s)" in job.run(2)
     assert_same_tensors(job, alone)
 
 

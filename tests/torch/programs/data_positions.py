@@ -5,13 +5,14 @@ import json
 import sys
 
 import torch.distributed as dist
+from joining import join
 from torch.utils.data import DataLoader
 
 import mpistrat as ms
 import mpistrat.torch as mst
 
 action, path, folder = sys.argv[1:]
-mst.init()
+join()
 batches = mst.HDF5Dataset(ms.data.Dataset.from_hdf5(path, "label").shuffle(3).batch(10))
 checkpoint = ms.Checkpoint(batches=batches)
 loader = DataLoader(batches, batch_size=None)

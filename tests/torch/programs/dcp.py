@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from joining import join
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -108,7 +109,7 @@ def main(what, path):
         save(path)
         load(path)
     else:
-        mst.init()
+        join()
         if what.startswith("killed"):
             killed(path, what.endswith("async"))
         else:

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from joining import join
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 import mpistrat as ms
-import mpistrat.torch as mst
 
 
 def main(path):
-    mst.init()
+    join()
     rank = dist.get_rank()
     torch.manual_seed(rank)
     module = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 2))

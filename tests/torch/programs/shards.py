@@ -6,12 +6,12 @@ import h5py
 import pytest
 import torch
 import torch.distributed as dist
+from joining import join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import mpistrat as ms
-import mpistrat.torch as mst
 
 
 class Model(torch.nn.Module):
@@ -118,7 +118,7 @@ def check_meshes(path):
 
 
 def main(what, path):
-    mst.init()
+    join()
     if what == "save":
         model, optimizer = made(1, True)
         train(model, optimizer, 2)
