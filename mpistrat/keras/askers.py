@@ -35,13 +35,14 @@ def learns_shapes() -> bool:
 
 
 def begins_an_iteration() -> bool:
-    """Return whether the caller's caller is the adapter of Keras that begins an iteration. Local.
+    """Return whether Keras asks the caller because an iteration begins. Local."""
+    # It also asks when it makes an adapter for the data, before it takes a batch for shapes.
+    return sys._getframe(2).f_code.co_name in ("get_data_adapter", "_get_iterator")
 
-    An adapter asks for the number of batches when it is made, and at the beginning of each
-    iteration.
-    """
-    name = sys._getframe(2).f_code.co_name
-    return name in ("get_data_adapter", "_get_iterator")
+
+def is_iterating() -> bool:
+    """Return whether Keras asks the caller for the length of the iteration that runs. Local."""
+    return sys._getframe(2).f_code.co_name == "_finite_generator"
 
 
 def is_trained_on(data: object) -> bool:

@@ -16,6 +16,7 @@ from mpistrat.data.dataset import Dataset
 from mpistrat.keras.askers import (
     begins_an_iteration,
     call_of_keras,
+    is_iterating,
     is_trained_on,
     learns_shapes,
 )
@@ -119,8 +120,8 @@ class HDF5Dataset(keras.utils.PyDataset):
         self._sizes = BatchSizes(dataset, self._size)
         self._batches: Iterator[Any] | None = None
         """The batches of the current pass, ``None`` between passes."""
-        self._start = 0
-        """The first batch of the current or next iteration."""
+        self._start = self._number = 0
+        """The first batch of the current or next iteration, and the next one."""
         self._first: Any = None
         """The batch from which Keras has learnt the shapes, and the position before it."""
         self._begins = False
@@ -157,17 +158,20 @@ class HDF5Dataset(keras.utils.PyDataset):
 
     @property
     def num_batches(self) -> int | None:
-        """The number of batches that the next or current iteration has; ``None`` if endless."""
+        """The number of batches per pass, as Keras needs it; ``None`` if endless."""
         if begins_an_iteration():
             self._begins = True
             self._check_call()
         if self._count is None:
             return None
-        if self._limit is not None:
-            return self._limit
-        if self._is_stream:
-            return self._count
-        start = 0 if self._leaves_pass() else self._start
+        # Keras asks for the length of all epochs at once. If the first of them is resumed, it is
+        # shorter, and ends when the batches end.
+        start = 0
+        if is_iterating():
+            if self._limit is not None:
+                return self._limit
+            if not self._is_stream and not self._leaves_pass():
+                start = self._start
         if call_of_keras(self) in ("evaluate", "predict"):
             return len(self._groups(start))
         return self._count - start
@@ -197,7 +201,7 @@ class HDF5Dataset(keras.utils.PyDataset):
         """Leave a pass that an earlier iteration has not ended, if a new iteration begins."""
         if self._leaves_pass():
             self._close()
-            self._start = 0
+            self._start = self._number = 0
         if self._batches is None:
             self._batches = iter(self._source)
 
@@ -211,20 +215,20 @@ class HDF5Dataset(keras.utils.PyDataset):
 
     def _take(self) -> Any:
         """Return the next batch; in an evaluation, several that are joined."""
-        number = self._source.state_dict()["batch"]
         count = 1
         if self._count is not None and call_of_keras(self) in ("evaluate", "predict"):
             starts = starts_of(self._groups(self._start))
-            place = starts.index(number - self._start)
+            place = starts.index(self._number - self._start)
             count = starts[place + 1] - starts[place]
         assert self._batches is not None
         batch = _joined([next(self._batches) for _ in range(count)])
-        if number + count == self._count:
+        self._number += count
+        if self._number == self._count:
             # The pass ends with its last batch, at which Keras stops: the position is then the next
             # pass, and the ranks hear of errors that others had.
             next(self._batches, None)
             self._close()
-            self._start = 0
+            self._start = self._number = 0
         return _as_arguments(batch)
 
     def _groups(self, start: int) -> list[int]:
@@ -320,7 +324,12 @@ class HDF5Dataset(keras.utils.PyDataset):
         """Begin again at the position of the source."""
         self._close()
         self._first, self._limit, self._is_stream = None, None, False
-        self._start = self._source.state_dict()["batch"] if self._count is not None else 0
+        position = self._source.state_dict()
+        if position["batch"] == self._count:  # the end of a pass, as other iterators save it
+            position = {"pass": position["pass"] + 1, "batch": 0}
+            self._source.load_state_dict(position)
+        self._number = position["batch"]
+        self._start = 0 if self._count is None else self._number
 
 
 def length_of_pass(data: HDF5Dataset) -> int | None:
