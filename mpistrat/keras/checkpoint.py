@@ -27,7 +27,6 @@ from mpistrat.keras.saved_training import (
     CallbackStates,
     PreparedManager,
     SavedTraining,
-    describe_training,
     restore_metrics,
 )
 
@@ -79,11 +78,12 @@ class HDF5Checkpoint(Replicas):
     TypeError, ValueError
         If an argument has the wrong type or is out of range. At the start of ``fit``: if
         ``steps_per_epoch`` does not divide the batches of `data`, or if the file was saved within
-        an epoch of different length or with different metrics.
+        an epoch of different length.
     CheckpointCorruptError
         At the start of ``fit``, if the folder has files, but none is intact.
     CheckpointMismatchError
-        At the start of ``fit``, if the file is of a different model, optimizer or order of `data`.
+        At the start of ``fit``, if the file is of a different model, optimizer or order of `data`,
+        of different metrics, or of different arguments `data` and `callbacks`.
     CheckpointError
         If a file cannot be written.
     SystemExit
@@ -127,7 +127,7 @@ class HDF5Checkpoint(Replicas):
         self._max_to_keep = max_to_keep
         self._signals, self._walltime_margin_s = tuple(signals), walltime_margin_s
         self._callbacks = CallbackStates(callbacks)
-        self._progress = SavedTraining()
+        self._progress: SavedTraining
         self._manager: PreparedManager | None = None
         self._handler: PreemptionCheckpointHandler | None = None
         self._epoch = self._batches = self._batches_before = 0
@@ -147,7 +147,10 @@ class HDF5Checkpoint(Replicas):
         self._close()
         self._is_due, self._lost_logs = False, {}
         self._batches = self._batches_before = 0
-        self._progress = SavedTraining()
+        num_metrics = len(self.model.metrics_variables)
+        self._progress = SavedTraining(
+            self._data is not None, len(self._callbacks.current()), num_metrics
+        )
         objects = {"model": self.model, "optimizer": self.model.optimizer}
         if self._data is not None:
             objects["data"] = self._data
@@ -310,7 +313,7 @@ class HDF5Checkpoint(Replicas):
 
     def _prepare(self) -> None:
         """Describe the progress, before a file is written. **Collective**."""
-        self._progress.content = describe_training(
+        self._progress.describe(
             *(self._training, self.model, self._epoch, self._batches),
             self._callbacks.current(),
         )

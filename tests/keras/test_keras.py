@@ -1,0 +1,144 @@
+"""Keras on several ranks learns what it learns on one process, and resumes on other numbers."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mpistrat.testing import launch
+
+pytestmark = [pytest.mark.launches, pytest.mark.timeout(300)]
+
+PROGRAMS = Path(__file__).parent / "programs"
+LIMIT_S = 250
+
+usual_on = {
+    2: [2, pytest.param(3, marks=pytest.mark.slow)],
+    3: [pytest.param(2, marks=pytest.mark.slow), 3],
+}
+"""Numbers of ranks, where one suffices as a rule."""
+
+
+def run(program, *arguments, ranks=None, cwd=None):
+    command = ["-W", "ignore", PROGRAMS / f"{program}.py", *arguments]
+    return launch.run(command, ranks, LIMIT_S, cwd=cwd)
+
+
+def succeeded(done, text="is done"):
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout.count(text)
+
+
+@pytest.fixture(scope="module")
+def learnt(tmp_path_factory):
+    """What one process learns from the global batches."""
+    path = tmp_path_factory.mktemp("learnt") / "learnt.npz"
+    succeeded(run("parallel", "reference", path))
+    return path
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """How a training without a stop ends, on one process."""
+    path = tmp_path_factory.mktemp("trained") / "trained.npz"
+    succeeded(run("training", "reference", path))
+    return path
+
+
+@pytest.mark.parametrize("ranks", usual_on[2])
+def test_it_learns_what_one_process_learns(ranks, learnt, tmp_path):
+    done = run("parallel", "compare", learnt, ranks=ranks, cwd=tmp_path)
+    assert succeeded(done) == ranks
+
+
+@pytest.mark.parametrize("ranks", usual_on[3])
+def test_datasets(ranks, tmp_path):
+    assert succeeded(run("datasets", ranks=ranks, cwd=tmp_path)) == ranks
+
+
+def test_datasets_of_one_process(tmp_path):
+    assert succeeded(run("datasets", cwd=tmp_path)) == 1
+
+
+@pytest.mark.parametrize("ranks", usual_on[3])
+def test_replicas_and_files(ranks, tmp_path):
+    done = run("replicas", ranks=ranks, cwd=tmp_path)
+    assert done.stdout.count("is done") == ranks, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("ranks", usual_on[2])
+def test_a_training_resumes_after_any_step(ranks, trained, tmp_path):
+    path = tmp_path / "trained.npz"
+    path.write_bytes(trained.read_bytes())
+    assert succeeded(run("training", "within", path, ranks=ranks)) == ranks
+
+
+@pytest.mark.parametrize(
+    "stops",
+    [
+        [(2, "kill", 13), (3, "term", 11), (1, None, None)],
+        pytest.param([(3, "kill", 20), (2, None, None)], marks=pytest.mark.slow),
+        pytest.param([(1, "term", 48), (3, None, None)], marks=pytest.mark.slow),
+    ],
+    ids=["kill_2_term_3_end_1", "kill_3_end_2", "term_1_end_3"],
+)
+def test_killed_and_preempted_jobs_resume_on_other_numbers_of_ranks(stops, trained, tmp_path):
+    folder = tmp_path / "runs"
+    for ranks, how, step in stops:
+        if how is None:
+            done = run("training", "resumed", folder, trained, ranks=ranks)
+            assert succeeded(done, "resumed from checkpoint-") == ranks
+            continue
+        done = run("training", "ended", folder, how, str(step), ranks=ranks)
+        assert done.returncode != 0
+        if how == "term":
+            assert done.returncode == 75, done.stdout + done.stderr
+    assert not [each for each in folder.iterdir() if not each.name.startswith("checkpoint-")]
+
+
+START = "import mpistrat.keras as mk\ngroup = mk.init()\nprint('has started')\n"
+
+
+@pytest.mark.parametrize(
+    ("before", "variables", "said"),
+    [
+        ("", {"KERAS_BACKEND": ""}, "LaunchError: The backend of Keras is 'tensorflow'"),
+        ("", {"KERAS_BACKEND": "jax"}, "environment variable KERAS_BACKEND=torch before"),
+        ("import keras", {"KERAS_BACKEND": "numpy"}, "The backend of Keras is 'numpy', but"),
+        (
+            "import keras; keras.__version__ = '3.15.0'",
+            {},
+            "NotImplementedError: mpistrat.keras needs Keras 3.16 or newer, and this is 3.15.0",
+        ),
+        ("import sys; sys.modules['keras'] = None", {}, "ImportError: mpistrat.keras needs Keras"),
+        ("", {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "LaunchError: "),
+    ],
+    ids=["no_backend", "jax", "numpy", "old", "missing", "torchrun"],
+)
+def test_init_refuses_what_cannot_work(before, variables, said, tmp_path):
+    variables = {"KERAS_BACKEND": "torch", "KERAS_HOME": str(tmp_path), **variables}
+    done = launch.run(["-W", "ignore", "-c", f"{before}\n{START}"], limit_s=100, env=variables)
+    assert done.returncode != 0
+    assert said in done.stderr
+    assert "has started" not in done.stdout
+
+
+def test_the_backend_may_be_set_in_the_file_of_settings(tmp_path):
+    (tmp_path / "keras.json").write_text('{"backend": "torch"}')
+    variables = {"KERAS_BACKEND": "", "KERAS_HOME": str(tmp_path)}
+    code = f"{START}import keras\nkept = keras.distribution.distribution()\n"
+    code += "import torch\ntorch.distributed.destroy_process_group()\nmk.init()\n"
+    code += "assert keras.distribution.distribution() is kept\nprint(group.size())"
+    done = launch.run(["-W", "ignore", "-c", code], limit_s=100, env=variables)
+    assert done.stdout == "has started\n1\n", done.stderr
+
+
+def test_neither_keras_nor_torch_is_imported_early():
+    code = "import sys, mpistrat, mpistrat.keras\nprint({'keras', 'torch'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+    code = "import sys, mpistrat.torch\nprint({'keras'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
