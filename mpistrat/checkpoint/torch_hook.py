@@ -7,7 +7,6 @@ imports PyTorch. `mpistrat.keras.states` adds the objects of Keras, in the same 
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
@@ -168,10 +167,9 @@ def world_strategy() -> Any:
     return tensor_library().world_strategy() if "mpistrat.torch" in sys.modules else None
 
 
-@functools.lru_cache(maxsize=256)
-def _packages_of(kind: type) -> frozenset[str]:
+def _packages_of(kind: type) -> set[str]:
     """Return the packages of a class and of its bases."""
-    return frozenset(each.__module__.partition(".")[0] for each in kind.__mro__)
+    return {each.__module__.partition(".")[0] for each in kind.__mro__}
 
 
 def holds_tensors(value: object) -> bool:

@@ -91,7 +91,7 @@ class BatchSizes:
     def _rows_of_last(self, size: int) -> int:
         """Return how many examples the last rank gets, which never gets more than others."""
         part = slice_of_rank(size, self._size, self._size - 1)
-        return part.stop - part.start
+        return int(part.stop - part.start)
 
 
 def starts_of(groups: Sequence[int]) -> list[int]:

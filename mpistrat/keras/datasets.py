@@ -70,7 +70,7 @@ class HDF5Dataset(keras.utils.PyDataset):
     ValueError
         If `dataset` was not batched, has an unknown number of batches, or more than three fields.
         In ``fit``: if a batch is shorter than the others, or leaves a rank without examples; if
-        Keras would divide the batches once more, by ``auto_shard_dataset``; if the same object is
+        Keras would divide the batches again, by ``auto_shard_dataset``; if the same object is
         evaluated during its own training.
     DataError
         If the ranks pass different datasets, or files are missing or damaged. In ``evaluate``: if

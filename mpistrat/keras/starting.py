@@ -56,7 +56,7 @@ def init(
     """
     group = mst.init(timeout=timeout, comm=comm)
     if keras.distribution.distribution() is None:
-        # The ranks pass their own rows, so Keras must not divide these once more.
+        # The ranks pass their own rows, so Keras must not divide these again.
         parallel = keras.distribution.DataParallel(auto_shard_dataset=False)
         keras.distribution.set_distribution(parallel)
     return group

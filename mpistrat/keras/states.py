@@ -145,7 +145,7 @@ class _LayerState(_KerasState):
         return set(map(id, found))
 
 
-class _Groups(saving_lib.H5IOStore):  # type: ignore[misc]
+class _Groups(saving_lib.H5IOStore):
     """The variables of each object, by its path, for Keras's walk in place of a file."""
 
     def __init__(self, by_path: dict[str, dict[str, Any]]) -> None:

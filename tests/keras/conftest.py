@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import pytest
 
 
-def _missing():
+def missing():
     """Return why Keras cannot be tested here, ``None`` if it can."""
     if find_spec("torch") is None:
         return "needs PyTorch"
@@ -24,7 +24,7 @@ def _missing():
 
 
 def pytest_collection_modifyitems(items):
-    reason = _missing()
+    reason = missing()
     for item in items:
         if reason is not None and "tests/keras/" in item.path.as_posix():
             item.add_marker(pytest.mark.skip(reason=reason))

@@ -8,7 +8,7 @@ import pytest
 
 from mpistrat.testing import launch
 
-pytestmark = [pytest.mark.launches, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.launches, pytest.mark.timeout(600)]
 
 PROGRAMS = Path(__file__).parent / "programs"
 LIMIT_S = 250
