@@ -210,7 +210,8 @@ def is_known(base):
 # Members of a base that has no page stand with those of the class.
 autosummary_context = {
     "bases_with_members_elsewhere": "object, Enum, BaseException, tuple, TestCase, "
-    "LearningRateSchedule, Metric, Optimizer, Strategy, DistributedValues, InputContext",
+    "LearningRateSchedule, Metric, Optimizer, Strategy, DistributedValues, InputContext, "
+    "Callback, PyDataset",  # of Keras
     "classes_with_known_bases": [
         path for path, cls in CLASSES.items() if set(filter(is_known, cls.__bases__)) - {object}
     ],

@@ -92,7 +92,6 @@ class HDF5Dataset(keras.utils.PyDataset):
     >>> state["pass"], state["batch"]
     (3, 0)
     >>> data.load_state_dict(state)
-    >>> data.on_epoch_begin()
     """
 
     def __init__(

@@ -23,8 +23,12 @@ def missing():
     return "needs Keras 3.16 or newer"
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     reason = missing()
-    for item in items:
-        if reason is not None and "tests/keras/" in item.path.as_posix():
-            item.add_marker(pytest.mark.skip(reason=reason))
+    of_keras = [item for item in items if "tests/keras/" in item.path.as_posix()]
+    for item in of_keras if reason is not None else ():
+        item.add_marker(pytest.mark.skip(reason=reason))
+    if "more_ranks" not in config.option.markexpr:
+        further = [item for item in of_keras if item.get_closest_marker("more_ranks")]
+        config.hook.pytest_deselected(items=further)
+        items[:] = [item for item in items if item not in further]

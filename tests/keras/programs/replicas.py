@@ -1,7 +1,9 @@
 """`mk.Replicas` and `mk.on_root`, and checkpoints of Keras's objects."""
 
+import doctest
 import os
 
+import h5py
 from task import (
     arrays,
     assert_same_on_all_ranks,
@@ -179,8 +181,6 @@ def check_files_follow_the_structure():
     model = compiled(network(normalize=True), keras.optimizers.AdamW(1e-3))
     model.fit(*own_rows(), 4, 1, verbose=0, callbacks=[mk.Replicas()])
     ms.Checkpoint(model=model, optimizer=model.optimizer).write(path)
-    import h5py
-
     with h5py.File(path) as file:
         found = set()
         file["variables"].visit(found.add)
@@ -273,6 +273,23 @@ def check_a_rank_that_leaves_a_wrapped_callback_is_named():
         raises(RuntimeError, "Stopping has stopped the training", model.fit, *own_rows(), 4, **fit)
     else:
         model.fit(*own_rows(), 4, **fit)
+
+
+def check_the_examples_of_the_docstrings_run():
+    if RANK == 0:
+        os.makedirs("data", exist_ok=True)
+        with h5py.File("data/digits.h5", "w") as file:
+            file["train/image"] = np.zeros((128, 8, 8), np.uint8)
+            file["train/label"] = np.zeros(128, np.uint8)
+    dist.barrier()
+    runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
+    names = {"np": np, "ms": ms, "mk": mk, "keras": keras}
+    for name in ("HDF5Dataset", "HDF5Checkpoint", "Replicas", "on_root"):
+        (test,) = doctest.DocTestFinder(recurse=False).find(getattr(mk, name), globs=names)
+        runner.run(test)
+        dist.barrier()
+    assert runner.tries > 15
+    assert not runner.failures
 
 
 if __name__ == "__main__":

@@ -22,14 +22,14 @@ def train(digits, output, ranks):
 
 @pytest.mark.skipif(missing() is not None, reason=str(missing()))
 def test_it_learns_and_resumes_on_a_different_number_of_ranks(digits, tmp_path):
-    first = train(digits, tmp_path / "first", ranks=2)
+    first = train(digits, tmp_path / "first", ranks=1)
     assert float(re.search(r"test accuracy: (\S+)", first)[1]) > 0.85
     names = sorted(each.name for each in (tmp_path / "first").iterdir())
     assert names == ["checkpoint-29.h5", "checkpoint-58.h5", "checkpoint-87.h5", "history.csv"]
     (tmp_path / "second").mkdir()
     shutil.copy(tmp_path / "first" / names[1], tmp_path / "second")
-    resumed = train(digits, tmp_path / "second", ranks=3)
-    assert f"resumed from {tmp_path / 'second'}/checkpoint-58.h5 on 3 rank(s)" in resumed
+    resumed = train(digits, tmp_path / "second", ranks=2)
+    assert f"resumed from {tmp_path / 'second'}/checkpoint-58.h5 on 2 rank(s)" in resumed
     assert float(re.search(r"test accuracy: (\S+)", resumed)[1]) > 0.85
     assert len((tmp_path / "second" / "history.csv").read_text().splitlines()) == 2  # and a head
 
