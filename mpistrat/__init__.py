@@ -162,9 +162,9 @@ def _tensor_library() -> object:
 
 
 def _keras_states() -> _typing.Callable[[object], object]:
-    from mpistrat.keras.requirements import load_keras
+    from mpistrat.keras.requirements import check_backend
 
-    load_keras()
+    check_backend()
     from mpistrat.keras.states import state_of
 
     return state_of

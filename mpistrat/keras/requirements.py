@@ -28,13 +28,7 @@ def load_keras() -> Any:
     ImportError
         If Keras is not installed.
     """
-    backend = backend_of_keras()
-    if backend != "torch":
-        raise LaunchError(
-            f"The backend of Keras is {backend!r}, but mpistrat.keras needs 'torch'. Set the "
-            "environment variable KERAS_BACKEND=torch before the program imports Keras, for "
-            'example by os.environ["KERAS_BACKEND"] = "torch" in its first lines.'
-        )
+    check_backend()
     try:
         keras = importlib.import_module("keras")
     except ModuleNotFoundError as error:
@@ -48,6 +42,17 @@ def load_keras() -> Any:
     return keras
 
 
+def check_backend() -> None:
+    """Raise LaunchError if Keras has a backend other than PyTorch, or would get one."""
+    backend = backend_of_keras()
+    if backend != "torch":
+        raise LaunchError(
+            f"The backend of Keras is {backend!r}, but mpistrat needs 'torch'. Set the "
+            "environment variable KERAS_BACKEND=torch before the program imports Keras, for "
+            'example by os.environ["KERAS_BACKEND"] = "torch" in its first lines.'
+        )
+
+
 def check_version(version: str) -> None:
     """Raise NotImplementedError for a version of Keras that cannot distribute over PyTorch."""
     numbers = tuple(int(each) for each in re.findall(r"\d+", version)[:2])
@@ -55,7 +60,7 @@ def check_version(version: str) -> None:
         raise NotImplementedError(
             f"mpistrat.keras needs Keras 3.16 or newer, and this is {version}: Keras distributes "
             f"over PyTorch only since then. As long as {_NEWEST_TOO_OLD} is the newest release, "
-            "install pip install --pre keras-nightly."
+            "install a nightly build: pip install --pre keras-nightly"
         )
 
 

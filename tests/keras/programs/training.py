@@ -33,8 +33,15 @@ EPOCHS = 6  # 48 steps
 class Trained:
     """A model with its data and callbacks, as at the start of a job."""
 
-    def __init__(self, folder=None, *others, repeats=False, epochs=EPOCHS, **options):
-        self.model = compiled(network(built=folder is None), keras.optimizers.Adam(0.01))
+    def __init__(
+        self, folder=None, *others, repeats=False, epochs=EPOCHS, is_random=False, **options
+    ):
+        layers = {}
+        if is_random:
+            dropout = [keras.layers.Dropout(0.3), keras.layers.Dropout(0.3, seed=9)]
+            layers = {"dropout": dropout, "normalize": True}
+        optimizer = keras.optimizers.Adam(0.01)
+        self.model = compiled(network(built=folder is None, **layers), optimizer)
         dataset = batches().repeat() if repeats else batches()
         self.steps = STEPS // 2 if repeats else None
         self.data = mk.HDF5Dataset(dataset)
@@ -129,6 +136,22 @@ def endless(folder, *, reference):
         assert found["position"] == [0, 2 * STEPS]
 
 
+def random_layers(folder):
+    """On the same ranks, a resumed run draws what the first one would have drawn."""
+    options = {"is_random": True, "epochs": 2}
+    whole = Trained(os.path.join(folder, "random"), **options).fit()
+    for step in (3, STEPS):
+        place = os.path.join(folder, f"random-{step}")
+        first = Trained(place, At(step, lambda: end("term")), **options)
+        assert exit_code(first.fit) == 75
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        again = Trained(place, mk.Replicas(), **options)
+        assert_equal(again.fit(), whole)
+    other = Trained(os.path.join(folder, "other"), **options)
+    keras.utils.set_random_seed(77)
+    assert not np.allclose(other.fit()["weights"], whole["weights"], rtol=1e-3)
+
+
 def mistakes(folder):
     def changed(step=3):
         place = os.path.join(folder, f"mistakes-{len(os.listdir(folder))}")
@@ -212,6 +235,7 @@ def main(command, *arguments):
             repeated = {n.removeprefix("repeated "): found[n] for n in found if " " in n}
         within(folder, expected)
         endless(folder, reference=repeated)
+        random_layers(folder)
         damaged(folder, expected)
         mistakes(folder)
         print("is done", flush=True)
