@@ -18,7 +18,7 @@ from sphinx.util.docutils import SphinxDirective
 from sphinx.util.nodes import make_refnode
 
 import mpistrat as ms
-from mpistrat.keras import requirements
+import mpistrat.keras
 from mpistrat.version import __version__
 
 HERE = Path(__file__).parent
@@ -36,7 +36,7 @@ HAS_TORCH = importlib.util.find_spec("torch") is not None
 HAS_KERAS = HAS_TORCH and importlib.util.find_spec("keras") is not None
 os.environ["KERAS_BACKEND"] = "torch"
 if not HAS_KERAS:  # its names are imported with a stand-in for it
-    requirements.load_keras = lambda: None
+    mpistrat.keras._load_keras = lambda: None
 
 project = "mpistrat"
 author = "The mpistrat developers"

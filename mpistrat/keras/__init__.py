@@ -7,6 +7,8 @@ nor PyTorch, and does not start MPI.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from mpistrat.keras.requirements import load_keras as _load_keras
+
 if TYPE_CHECKING:
     from mpistrat.keras.checkpoint import HDF5Checkpoint
     from mpistrat.keras.datasets import HDF5Dataset
@@ -30,5 +32,5 @@ def __getattr__(name: str) -> Any:
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     # Keras without the right backend looks for TensorFlow, whose absence says nothing of the cause.
-    importlib.import_module("mpistrat.keras.requirements").load_keras()
+    _load_keras()
     return getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)

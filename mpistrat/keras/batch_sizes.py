@@ -43,7 +43,7 @@ class BatchSizes:
         return self._sizes
 
     def check_for_fit(self, pass_number: int) -> None:
-        """Raise, or warn once, if the ranks would not weigh all examples alike in training."""
+        """Raise, or warn once, if examples would not have the same weight in training."""
         batch = self._pipeline.batch
         assert batch is not None
         full = batch.batch_size
@@ -51,8 +51,8 @@ class BatchSizes:
         if short:
             raise ValueError(
                 f"A batch of this dataset has {short[0]} examples, the others {full}. Keras and "
-                "DistributedDataParallel weigh all batches and all ranks alike, so its examples "
-                f"would count more. Use batch({full}, drop_remainder=True) for fit."
+                "DistributedDataParallel give all batches and all ranks the same weight, so its "
+                f"examples would count more. Use batch({full}, drop_remainder=True) for fit."
             )
         if self._rows_of_last(full) == 0:
             raise ValueError(
@@ -62,9 +62,9 @@ class BatchSizes:
         if full % self._size and not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"A global batch of {full} does not divide evenly among {self._size} ranks, which "
-                "DistributedDataParallel weighs alike, so the examples of the last rank count "
-                f"more. Use a batch size that is a multiple of {self._size}.",
+                f"A global batch of {full} does not divide evenly among {self._size} ranks. They "
+                "have the same weight in DistributedDataParallel, so the examples of the last rank "
+                f"count more. Use a batch size that is a multiple of {self._size}.",
                 stacklevel=2,
             )
 

@@ -64,9 +64,9 @@ class HDF5Checkpoint(Replicas):
     walltime_margin_s : float, optional
         Save this many seconds before the end of a Slurm job, as in `PreemptionCheckpointHandler`.
     callbacks : sequence of keras.callbacks.Callback
-        Callbacks of the same ``fit`` whose state is saved too, such as ``EarlyStopping``: those of
-        their attributes that are numbers, texts or ``None`` and that the training has changed. The
-        best weights that ``EarlyStopping(restore_best_weights=True)`` keeps are not among them.
+        Callbacks of the same ``fit`` whose state is saved too, such as ``EarlyStopping``: the
+        attributes that are numbers, strings or ``None`` and that the training has changed. The best
+        weights that ``EarlyStopping(restore_best_weights=True)`` keeps are not among them.
 
     Attributes
     ----------
@@ -93,8 +93,8 @@ class HDF5Checkpoint(Replicas):
     --------
     >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
     >>> model.compile("adam", "mse")
-    >>> arrays = np.ones((8, 3), np.float32), np.ones((8, 2), np.float32)
-    >>> data = mk.HDF5Dataset(ms.data.Dataset.from_arrays(arrays).batch(4))
+    >>> arrays = np.ones((12, 3), np.float32), np.ones((12, 2), np.float32)
+    >>> data = mk.HDF5Dataset(ms.data.Dataset.from_arrays(arrays).batch(6))
     >>> saved = mk.HDF5Checkpoint("runs/keras", data=data)
     >>> history = model.fit(data, epochs=2, verbose=0, callbacks=[saved])
     """

@@ -23,7 +23,7 @@ class Replicas(keras.callbacks.Callback):
       the seed at the start, the rank and the step: a run with the same seed and the same number of
       ranks draws the same again.
     - Before each evaluation, at the end of each epoch and of the training, moving statistics, such
-      as those of BatchNormalization, become their means over the ranks. They are the floating
+      as in BatchNormalization, become their means over the ranks. They are the floating
       variables that were created with ``trainable=False``.
 
     Raises

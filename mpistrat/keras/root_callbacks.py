@@ -60,8 +60,8 @@ def on_root(callback: keras.callbacks.Callback) -> keras.callbacks.Callback:
             name = type(callback).__name__
             remedy = _INSTEAD.get(kind, f"Pass {name} itself to fit, on every rank.")
             raise ValueError(
-                f"on_root cannot take {name}, because it {reason}, which must happen on all ranks "
-                f"alike: on rank 0 only, the ranks would no longer be one model. {remedy}"
+                f"on_root cannot take {name}, because it {reason}, which must happen on all ranks: "
+                f"if only rank 0 did it, the ranks would no longer be one model. {remedy}"
             )
     return _OnRoot(callback)
 

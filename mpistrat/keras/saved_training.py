@@ -99,7 +99,7 @@ def restore_metrics(model: Any, content: dict[str, Any]) -> None:
 
 
 class CallbackStates:
-    """The numbers and texts among the attributes of callbacks, as far as the training sets them.
+    """The numbers and strings among the attributes of callbacks, as far as the training sets them.
 
     Parameters
     ----------
@@ -132,7 +132,7 @@ class CallbackStates:
 
 
 def _simple_attributes(callback: Any) -> dict[str, Any]:
-    """Return the attributes that are numbers, texts or ``None``, as values of Python."""
+    """Return the attributes that are numbers, strings or ``None``, as values of Python."""
     found = {}
     for name, value in vars(callback).items():
         if isinstance(value, torch.Tensor | np.ndarray | np.generic) and not value.shape:

@@ -86,7 +86,7 @@ class _OptimizerState(_KerasState):
     def _values(self) -> dict[str, Any]:
         if not self._target.built:
             raise ValueError(
-                f"This {type(self._target).__name__} has no variables yet. Give the checkpoint the "
+                f"This {type(self._target).__name__} has no variables yet. Pass the checkpoint the "
                 "compiled model too, or call optimizer.build(model.trainable_variables) first."
             )
         return {f"vars/{number}": each for number, each in enumerate(self._target.variables)}

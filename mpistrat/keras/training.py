@@ -135,7 +135,7 @@ class Training:
 
 
 def _seeds_of(model: Any) -> list[Any]:
-    """Return the seed variables of a model, such as those of Dropout, each once."""
+    """Return the seed variables of a model, such as Dropout's, each once."""
     generators = (each for layer in model._flatten_layers() for each in layer._seed_generators)
     return list({id(each.state): each.state for each in generators}.values())
 

@@ -213,7 +213,7 @@ def check_files_follow_the_structure():
     unbuilt = ms.Checkpoint(model=keras.Sequential([keras.layers.Dense(2)]))
     raises(ValueError, "Begin it with keras.Input(shape)", unbuilt.write, path)
     alone = ms.Checkpoint(optimizer=keras.optimizers.SGD())
-    raises(ValueError, "Give the checkpoint the compiled model too", alone.write, path)
+    raises(ValueError, "Pass the checkpoint the compiled model too", alone.write, path)
     dist.barrier()
 
 
