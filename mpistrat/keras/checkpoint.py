@@ -134,8 +134,6 @@ class HDF5Checkpoint(Replicas):
         """The epoch, how many of its steps have ended, and how many of these in earlier runs."""
         self._resumed: dict[str, Any] | None = None
         """The progress in the file, until the first epoch has begun."""
-        self._lost_logs: dict[str, Any] = {}
-        """The logs of an epoch all of whose steps belong to earlier runs."""
         self._step_before = 0
         self._is_due = False
         self._quiet: warnings.catch_warnings[None] | None = None
@@ -145,7 +143,7 @@ class HDF5Checkpoint(Replicas):
         super().on_train_begin(logs)
         self._check_length_of_epochs()
         self._close()
-        self._is_due, self._lost_logs = False, {}
+        self._is_due = False
         self._batches = self._batches_before = 0
         num_metrics = len(self.model.metrics_variables)
         self._progress = SavedTraining(
@@ -236,7 +234,7 @@ class HDF5Checkpoint(Replicas):
         if self._batches:
             restore_metrics(self.model, resumed)
         if self._batches and self._batches == self.params.get("steps"):
-            self._lost_logs = dict(self.model.get_metrics_result())
+            _take_logs_from_metrics(self.model)
             self._ignore_end_of_data()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
@@ -287,12 +285,9 @@ class HDF5Checkpoint(Replicas):
         """Average moving statistics; the epoch is saved before the next one begins."""
         self._end_quiet()
         super().on_epoch_end(epoch, logs)
-        if logs is not None:
-            for name, value in self._lost_logs.items():
-                logs.setdefault(name, float(value))
         if self._data is not None:
             end_resumed_epoch(self._data)
-        self._epoch, self._lost_logs = epoch + 1, {}
+        self._epoch = epoch + 1
         self._batches = self._batches_before = 0
         is_last = self._epoch == self.params.get("epochs") or self.model.stop_training
         self._is_due = self._is_due or self._save_freq == "epoch" or is_last
@@ -323,6 +318,18 @@ class HDF5Checkpoint(Replicas):
         if self._handler is not None:
             self._handler.close()
         self._handler = self._manager = None
+
+
+def _take_logs_from_metrics(model: Any) -> None:
+    """Let the next logs be the results of the metrics, though no step of the epoch is left."""
+    # Keras takes the names of the logs from the last step.
+    name = "_get_metrics_result_or_logs"
+
+    def once(logs: Any) -> dict[str, Any]:
+        del vars(model)[name]
+        return dict(model.get_metrics_result())
+
+    vars(model)[name] = once
 
 
 def _passes_multiple(before: int, after: int, of: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -193,13 +194,16 @@ class HDF5Dataset(keras.utils.PyDataset):
 
     def __iter__(self) -> Iterator[Any]:
         self._begins = True
-        for _ in range(self._count - self._start) if self._count is not None else iter(int, 1):
+        self._begin()
+        self._begins = False
+        for _ in itertools.repeat(None) if self._count is None else range(len(self)):
             yield self[0]
 
     def _begin(self) -> None:
         """Leave a pass that an earlier iteration has not ended, if a new iteration begins."""
         if self._leaves_pass():
             self._close()
+            self._source.set_epoch(self._source.state_dict()["pass"] + 1)
             self._start = self._number = 0
         if self._batches is None:
             self._batches = iter(self._source)
@@ -209,7 +213,7 @@ class HDF5Dataset(keras.utils.PyDataset):
             self._begins
             and self._batches is not None
             and self._first is None
-            and (not self._is_stream)
+            and not self._is_stream
         )
 
     def _take(self) -> Any:

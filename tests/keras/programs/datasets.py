@@ -159,7 +159,11 @@ def check_fields():
     assert only.shape == x.shape
     named = ms.data.Dataset.from_arrays({"a": image, "b": label}).batch(BATCH)
     assert list(mk.HDF5Dataset(named)[0]) == ["a", "b"]
-    assert len(list(mk.HDF5Dataset(three))) == STEPS
+    direct = mk.HDF5Dataset(three)
+    assert len(list(direct)) == STEPS
+    next(iter(direct))  # which leaves a pass early
+    assert len(list(direct)) == STEPS
+    assert position(direct) == (3, 0)
     four = ms.data.Dataset.from_arrays((image, label, weight, weight)).batch(BATCH)
     raises(ValueError, "has 4 fields", lambda: mk.HDF5Dataset(four)[0])
 
