@@ -33,7 +33,7 @@ test-%: export OMPI_MCA_mpi_yield_when_idle := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help house train test test-serial test-quick test-full test-off test-launch test-slow test-slurm test-thorough lint types bench scaling wheels docs clean pictures site-check gpu-report gpu-wheels test-standin test-devices test-cupy
+.PHONY: help house train test test-serial test-quick test-full test-off test-launch test-slow test-slurm test-thorough lint types bench scaling wheels docs clean pictures site-check gpu-report gpu-wheels test-standin test-devices test-cupy test-keras
 
 help:  ## print this list
 	@echo "make TARGET [MPI=mpich|openmpi] [RANKS=2] [ARGS=...]"
@@ -129,6 +129,9 @@ test-devices: $(VENV)/.test  ## run the suites of all devices with the stand-in 
 test-cupy: .venv-cupy/.cupy  ## check names and kernels against the real CuPy, without a GPU
 	.venv-cupy/bin/python -m pytest -q --with-mpi tests/gpu/test_real_cupy.py $(ARGS)
 
+test-keras: $(VENV)/.keras  ## run the tests of Keras, on further numbers of ranks too
+	timeout --kill-after=10 900 $(PY) -m pytest -q -m "launches or more_ranks" --durations=10 tests/keras tests/programs/jobs/test_keras_job.py $(ARGS)
+
 docs: $(VENV)/.docs  ## check the sentences, and build the documentation in docs/_build/html
 	$(PY) -m tools.sentences
 	$(PY) -m tools.figures
@@ -174,6 +177,13 @@ $(VENV)/.jobs-torch: $(SOURCES) | $(VENV)/.python
 	@echo 'installing .[$(MPI),jobs,jobs-torch] and $(TORCH) into $(VENV)'
 	@$(INSTALL) -e ".[$(MPI),jobs,jobs-torch]" "$(TORCH)" $(SHOW)
 	touch $(VENV)/.jobs $@
+
+# Keras distributes over PyTorch from 3.16 on. Until that is released, a nightly of a fixed date.
+KERAS ?= keras-nightly==3.16.0.dev2026102704
+$(VENV)/.keras: $(SOURCES) | $(VENV)/.test
+	@echo 'installing $(TORCH) and $(KERAS) into $(VENV)'
+	@$(INSTALL) "$(KERAS)" "$(TORCH)" $(SHOW)
+	touch $@
 
 $(VENV)/.docs: $(SOURCES) | $(VENV)/.jobs
 	@echo 'installing .[$(MPI),jobs,docs] into $(VENV)'

@@ -18,6 +18,7 @@ from sphinx.util.docutils import SphinxDirective
 from sphinx.util.nodes import make_refnode
 
 import mpistrat as ms
+import mpistrat.keras
 from mpistrat.version import __version__
 
 HERE = Path(__file__).parent
@@ -32,6 +33,10 @@ CLASSES = {
     if inspect.isclass(getattr(module, name))
 }
 HAS_TORCH = importlib.util.find_spec("torch") is not None
+HAS_KERAS = HAS_TORCH and importlib.util.find_spec("keras") is not None
+os.environ["KERAS_BACKEND"] = "torch"
+if not HAS_KERAS:  # its names are imported with a stand-in for it
+    mpistrat.keras._load_keras = lambda: None
 
 project = "mpistrat"
 author = "The mpistrat developers"
@@ -69,7 +74,7 @@ autodoc_type_aliases = {
     "npt.ArrayLike": "numpy.typing.ArrayLike",
     "npt.DTypeLike": "numpy.typing.DTypeLike",
 }
-autodoc_mock_imports = [] if HAS_TORCH else ["torch"]
+autodoc_mock_imports = [*([] if HAS_TORCH else ["torch"]), *([] if HAS_KERAS else ["keras"])]
 toc_object_entries_show_parents = "hide"
 maximum_signature_line_length = 88
 python_display_short_literal_types = True
@@ -205,7 +210,8 @@ def is_known(base):
 # Members of a base that has no page stand with those of the class.
 autosummary_context = {
     "bases_with_members_elsewhere": "object, Enum, BaseException, tuple, TestCase, "
-    "LearningRateSchedule, Metric, Optimizer, Strategy, DistributedValues, InputContext",
+    "LearningRateSchedule, Metric, Optimizer, Strategy, DistributedValues, InputContext, "
+    "Callback, PyDataset",  # of Keras
     "classes_with_known_bases": [
         path for path, cls in CLASSES.items() if set(filter(is_known, cls.__bases__)) - {object}
     ],

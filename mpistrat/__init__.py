@@ -161,6 +161,16 @@ def _tensor_library() -> object:
     return TorchTensors()
 
 
+def _keras_states() -> _typing.Callable[[object], object]:
+    from mpistrat.keras.requirements import check_backend
+
+    check_backend()
+    from mpistrat.keras.states import state_of
+
+    return state_of
+
+
 _pytorch.register_tensors(_tensor_library)
+_pytorch.register_states("keras", _keras_states)
 _install_shutdown(_open_last_channel, _abort_world)
 _install_logs()

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -49,6 +49,22 @@ def register_tensors(load: Callable[[], Any]) -> None:
 def tensor_library() -> Any:
     """Return the `mpistrat.checkpoint.torch_hook.TensorLibrary`; PyTorch must be installed."""
     return _load_library[0]()
+
+
+StateOf = Callable[[object], Any]
+"""Returns an adapter for an object with state, ``None`` for others."""
+
+_load_states: dict[str, Callable[[], StateOf]] = {}
+
+
+def register_states(package: str, load: Callable[[], StateOf]) -> None:
+    """Register the function that imports the adapters for classes of a package on PyTorch."""
+    _load_states[package] = load
+
+
+def states_of(packages: Collection[str]) -> StateOf | None:
+    """Return the adapters for classes that are from `packages`, ``None`` without any."""
+    return next((load() for name, load in _load_states.items() if name in packages), None)
 
 
 def is_loaded() -> bool:

@@ -33,7 +33,7 @@ FAILS = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 """A program that must fail, and what the page says that it prints."""
-OPTIONAL = ("torch", "lightning", "accelerate", "jax", "optax", "autograd")
+OPTIONAL = ("torch", "lightning", "accelerate", "jax", "optax", "autograd", "keras")
 """Packages without which the pages that import them are left out."""
 
 
@@ -150,12 +150,15 @@ def modules_with_a_page():
     )
 
 
+OF_FRAMEWORKS = ("mpistrat.torch.", "mpistrat.keras.")
+
+
 def test_every_public_name_has_an_entry_in_the_reference():
     assert public_names() - documented_names() - modules_with_a_page() == set()
 
 
 def test_the_reference_has_no_entry_for_what_is_not_public():
-    found = {name for name in documented_names() if not name.startswith("mpistrat.torch.")}
+    found = {name for name in documented_names() if not name.startswith(OF_FRAMEWORKS)}
     assert found - public_names() == set()
 
 
@@ -163,6 +166,12 @@ def test_the_reference_has_the_public_names_for_pytorch():
     torch = pytest.importorskip("mpistrat.torch", exc_type=ImportError)
     found = {name for name in documented_names() if name.startswith("mpistrat.torch.")}
     assert found == {f"mpistrat.torch.{name}" for name in torch.__all__}
+
+
+def test_the_reference_has_the_public_names_for_keras():
+    keras = pytest.importorskip("mpistrat.keras")
+    found = {name for name in documented_names() if name.startswith("mpistrat.keras.")}
+    assert found == {f"mpistrat.keras.{name}" for name in keras.__all__}
 
 
 def test_every_setting_is_in_the_table():

@@ -2,7 +2,7 @@
 
 `mpistrat.torch.states` implements it. That module is loaded when a program that has imported
 PyTorch passes its first tensor or object of PyTorch, or when a file has tensors. So nothing here
-imports PyTorch.
+imports PyTorch. `mpistrat.keras.states` adds the objects of Keras, in the same way.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -151,10 +151,15 @@ def tensor_library() -> TensorLibrary:
 
 
 def tensor_state(value: object) -> TensorState | None:
-    """Return an adapter for an object of PyTorch with state, ``None`` for others."""
-    if not pytorch.is_loaded() or isinstance(value, type) or not _is_of_torch(type(value)):
+    """Return an adapter for an object on PyTorch with state, ``None`` for others."""
+    if not pytorch.is_loaded() or isinstance(value, type):
         return None
-    return tensor_library().state_of(value)
+    packages = _packages_of(type(value))
+    states_of = pytorch.states_of(packages)
+    if states_of is not None:
+        return cast("TensorState | None", states_of(value))
+    is_of_torch = any(each.startswith("torch") for each in packages)
+    return tensor_library().state_of(value) if is_of_torch else None
 
 
 def world_strategy() -> Any:
@@ -162,8 +167,9 @@ def world_strategy() -> Any:
     return tensor_library().world_strategy() if "mpistrat.torch" in sys.modules else None
 
 
-def _is_of_torch(kind: type) -> bool:
-    return any(each.__module__.partition(".")[0].startswith("torch") for each in kind.__mro__)
+def _packages_of(kind: type) -> set[str]:
+    """Return the packages of a class and of its bases."""
+    return {each.__module__.partition(".")[0] for each in kind.__mro__}
 
 
 def holds_tensors(value: object) -> bool:

@@ -110,6 +110,20 @@ def _difference(path: str, stored: Any, own: Any) -> Iterator[str]:
         yield f"{path}: {_described(stored)} in the file, {_described(own)} in the program"
 
 
+def differences_of_keys(
+    path: str, state: Mapping[Any, Any], own: Mapping[Any, Any]
+) -> Iterator[str]:
+    """Yield the keys, shapes and dtypes in which a stored `state` differs from the program's."""
+    for key, value in own.items():
+        if key not in state:
+            yield f"{path}/{key}: missing in the file, {_described(value)} in the program"
+        else:
+            yield from _difference(f"{path}/{key}", state[key], value)
+    for key, value in state.items():
+        if key not in own:
+            yield f"{path}/{key}: {_described(value)} in the file, missing in the program"
+
+
 def _unwrapped(module: Any) -> Any:
     """Return the module inside wrappers for data parallelism and compilation."""
     while True:
@@ -174,15 +188,7 @@ class _ModuleState(TensorState):
 
     def differences(self, path: str, state: dict[Any, Any]) -> Iterator[str]:
         """Yield the keys, shapes and dtypes that differ."""
-        own = self.state_dict()
-        for key, value in own.items():
-            if key not in state:
-                yield f"{path}/{key}: missing in the file, {_described(value)} in the program"
-            else:
-                yield from _difference(f"{path}/{key}", state[key], value)
-        for key, value in state.items():
-            if key not in own:
-                yield f"{path}/{key}: {_described(value)} in the file, missing in the program"
+        yield from differences_of_keys(path, state, self.state_dict())
 
     def shards(self, state: dict[Any, Any]) -> Iterator[tuple[Any, Box | None]]:
         """Yield each tensor, and the part of it that this rank has."""
@@ -195,7 +201,7 @@ class _ModuleState(TensorState):
         # keep_vars returns the parameters themselves: `_as_parameters` must see which of them are
         # the same object, and which need a gradient.
         own = self.target.state_dict(keep_vars=True)
-        state = {key: _as_part(value, own.get(key)) for key, value in state.items()}
+        state = {key: as_part(value, own.get(key)) for key, value in state.items()}
         is_meta = any(_is_meta(each) for each in (*own.values(), *state.values()))
         if is_meta:
             state = _as_parameters(state, own)
@@ -206,7 +212,7 @@ def _is_meta(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.is_meta
 
 
-def _as_part(value: Any, own: Any) -> Any:
+def as_part(value: Any, own: Any) -> Any:
     """Return a value of a file as a tensor, or its part that replaces `own`."""
     if isinstance(value, LocalPart):
         return value.as_sharded(own)
@@ -286,7 +292,7 @@ class _OptimizerState(TensorState):
         slots = dict(state.get("state", {}))
         for number, own in enumerate(self._parameters()):
             if isinstance(slots.get(number), dict):
-                slots[number] = {key: _as_part(each, own) for key, each in slots[number].items()}
+                slots[number] = {key: as_part(each, own) for key, each in slots[number].items()}
         self.target.load_state_dict({**state, "state": slots})
 
 

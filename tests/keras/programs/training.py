@@ -1,0 +1,252 @@
+"""A training that is interrupted and resumed, compared with one process without a stop.
+
+training.py reference FILE             train to the end without a stop, and write the result
+training.py ended FOLDER HOW STEP      train, and end after a step: by `term`, or `kill`
+training.py resumed FOLDER FILE        train to the end, and compare with the reference
+training.py within FILE                be interrupted after each step, and compare each time
+"""
+
+import os
+import signal
+import sys
+
+from task import (
+    STEPS,
+    At,
+    assert_same_on_all_ranks,
+    batches,
+    compiled,
+    dist,
+    keras,
+    mk,
+    ms,
+    network,
+    np,
+    raises,
+    rank_and_size,
+    weights_of,
+)
+
+EPOCHS = 6  # 48 steps
+
+
+class Trained:
+    """A model with its data and callbacks, as at the start of a job."""
+
+    def __init__(
+        self, folder=None, *others, repeats=False, epochs=EPOCHS, is_random=False, **options
+    ):
+        layers = {}
+        if is_random:
+            dropout = [keras.layers.Dropout(0.3), keras.layers.Dropout(0.3, seed=9)]
+            layers = {"dropout": dropout, "normalize": True}
+        optimizer = keras.optimizers.Adam(0.01)
+        self.model = compiled(network(built=folder is None, **layers), optimizer)
+        dataset = batches().repeat() if repeats else batches()
+        self.steps = STEPS // 2 if repeats else None
+        self.data = mk.HDF5Dataset(dataset)
+        self.test = mk.HDF5Dataset(batches(40, seed=None))
+        self.epochs = epochs
+        self.stopping = keras.callbacks.EarlyStopping("loss", patience=50)
+        self.plateau = keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1)
+        watched = [self.stopping, self.plateau]
+        self.callbacks = [*watched, *others]
+        if folder is not None:
+            saved = mk.HDF5Checkpoint(folder, data=self.data, callbacks=watched, **options)
+            self.callbacks.append(saved)
+            self.saved = saved
+
+    def fit(self):
+        """Train, and return what must not depend on interruptions or the number of ranks."""
+        history = self.model.fit(
+            self.data,
+            epochs=self.epochs,
+            steps_per_epoch=self.steps,
+            validation_data=self.test,
+            verbose=0,
+            callbacks=self.callbacks,
+        )
+        found = {
+            "weights": weights_of(self.model),
+            "iterations": int(self.model.optimizer.iterations),
+            "rate": float(self.model.optimizer.learning_rate),
+            "last epoch": history.epoch[-1],
+            "wait": self.stopping.wait,
+            "best": self.stopping.best,
+            "position": [self.data.state_dict()[each] for each in ("pass", "batch")],
+        }
+        found |= {name: values[-1] for name, values in sorted(history.history.items())}
+        assert_same_on_all_ranks(found["weights"])
+        return found
+
+
+def assert_equal(found, expected):
+    assert found.keys() == set(expected), (found.keys(), set(expected))
+    for name, value in found.items():
+        np.testing.assert_allclose(value, expected[name], rtol=2e-4, atol=2e-5, err_msg=name)
+
+
+def end(how):
+    rank, size = rank_and_size()
+    if rank == size - 1:
+        os.kill(os.getpid(), {"term": signal.SIGTERM, "kill": signal.SIGKILL}[how])
+
+
+def exit_code(call):
+    try:
+        call()
+    except SystemExit as error:
+        return error.code
+    return None
+
+
+def within(folder, expected):
+    """Be interrupted by a signal after each step of two epochs, in the same processes."""
+    for step in range(1, 2 * STEPS + 1):
+        place = os.path.join(folder, str(step))
+        first = Trained(place, At(step, lambda: end("term")))
+        before = signal.getsignal(signal.SIGTERM)
+        assert exit_code(first.fit) == 75, step
+        signal.signal(signal.SIGTERM, before)  # of a program that has ended
+        if step not in (1, 7, 8, 9, 16):  # of others only the file is looked at
+            assert os.listdir(place) == [f"checkpoint-{step}.h5"] or step > STEPS
+            continue
+        again = Trained(place, save_freq=5)
+        assert_equal(again.fit(), expected)
+        assert again.saved.restored_path.endswith(f"checkpoint-{step}.h5")
+        names = [f"checkpoint-{each}.h5" for each in (30, 35, 40, 45, 48)]
+        dist.barrier()
+        assert sorted(os.listdir(place)) == sorted(names)
+        finished = Trained(place)
+        finished.model.fit(finished.data, epochs=EPOCHS, verbose=0, callbacks=[finished.saved])
+        assert np.array_equal(weights_of(finished.model), weights_of(again.model))
+
+
+def endless(folder, *, reference):
+    """`repeat()` with `steps_per_epoch`, as in the tutorials of TensorFlow."""
+    for step in (3, 4, 5):
+        place = os.path.join(folder, f"endless-{step}")
+        first = Trained(place, At(step, lambda: end("term")), repeats=True, epochs=4)
+        assert exit_code(first.fit) == 75
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        again = Trained(place, repeats=True, epochs=4)
+        found = again.fit()
+        np.testing.assert_allclose(found["weights"], reference["weights"], rtol=2e-4, atol=2e-5)
+        assert found["iterations"] == reference["iterations"]
+        assert found["position"] == [0, 2 * STEPS]
+
+
+def random_layers(folder):
+    """On the same ranks, a resumed run draws what the first one would have drawn."""
+    options = {"is_random": True, "epochs": 2}
+    whole = Trained(os.path.join(folder, "random"), **options).fit()
+    for step in (3, STEPS):
+        place = os.path.join(folder, f"random-{step}")
+        first = Trained(place, At(step, lambda: end("term")), **options)
+        assert exit_code(first.fit) == 75
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        again = Trained(place, mk.Replicas(), **options)
+        assert_equal(again.fit(), whole)
+    other = Trained(os.path.join(folder, "other"), **options)
+    keras.utils.set_random_seed(77)
+    assert not np.allclose(other.fit()["weights"], whole["weights"], rtol=1e-3)
+
+
+def mistakes(folder):
+    def changed(step=3):
+        place = os.path.join(folder, f"mistakes-{len(os.listdir(folder))}")
+        assert_same_on_all_ranks(place)
+        first = Trained(place, At(step, lambda: end("term")))
+        assert exit_code(first.fit) == 75
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        dist.barrier()
+        return place, Trained(place)
+
+    place, again = changed()
+    again.data = mk.HDF5Dataset(batches(seed=4))
+    saved = mk.HDF5Checkpoint(place, data=again.data, callbacks=[again.stopping, again.plateau])
+    again.callbacks = [saved]
+    mismatch = ms.errors.CheckpointMismatchError
+    raises(mismatch, "Another order means other files, another seed", again.fit)
+    saved = mk.HDF5Checkpoint(place, data=again.data)
+    again.callbacks, again.steps = [saved], 3
+    raises(ValueError, "steps_per_epoch=3 does not divide", again.fit)
+    place, again = changed()
+    again.callbacks = [mk.HDF5Checkpoint(place, data=again.data)]
+    raises(mismatch, "callbacks= of 2, but HDF5Checkpoint was given callbacks= of 0", again.fit)
+    watched = [again.stopping, again.plateau]
+    again.callbacks = [mk.HDF5Checkpoint(place, callbacks=watched)]
+    raises(mismatch, "was given no data=", again.fit)
+    more = Trained(place)
+    more.model.compile(
+        more.model.optimizer,
+        more.model.loss,
+        metrics=["accuracy", "sparse_top_k_categorical_accuracy"],
+    )
+    raises(mismatch, "with 4 variables of metrics, but the model has 6", more.fit)
+    assert int(more.model.optimizer.iterations) == 0
+    # Without `data`, the epoch begins again.
+    place = os.path.join(folder, "without-data")
+    for at in ([At(3, lambda: end("term"))], []):
+        last = Trained(place)
+        last.callbacks = [*at, mk.HDF5Checkpoint(place)]
+        assert exit_code(last.fit) == (75 if at else None)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    assert int(last.model.optimizer.iterations) == EPOCHS * STEPS + 3
+
+
+def damaged(folder, expected):
+    """A damaged file is passed over."""
+    place = os.path.join(folder, "damaged")
+    first = Trained(place, At(2 * STEPS + 1, lambda: end("term")))
+    assert exit_code(first.fit) == 75
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if rank_and_size()[0] == 0:
+        with open(os.path.join(place, f"checkpoint-{2 * STEPS + 1}.h5"), "r+b") as file:
+            file.seek(-3000, os.SEEK_END)
+            file.write(b"\xff" * 100)
+    dist.barrier()
+    again = Trained(place)
+    assert_equal(again.fit(), expected)
+    assert again.saved.restored_path.endswith(f"checkpoint-{2 * STEPS}.h5")
+
+
+def main(command, *arguments):
+    if command != "reference":
+        mk.init()
+    if command == "reference":
+        (path,) = arguments
+        plain = Trained().fit()
+        repeated = Trained(repeats=True, epochs=4).fit()
+        np.savez(path, **plain, **{f"repeated {name}": each for name, each in repeated.items()})
+    elif command == "ended":
+        folder, how, step = arguments
+        Trained(folder, At(int(step), lambda: end(how)), save_freq=3).fit()
+    elif command == "resumed":
+        folder, path = arguments
+        again = Trained(folder, save_freq=3)
+        assert_equal(again.fit(), plain_part(path))
+        print(f"resumed from {os.path.basename(again.saved.restored_path)}", flush=True)
+    else:
+        (path,) = arguments
+        folder = os.path.dirname(path)
+        expected = plain_part(path)
+        with np.load(path) as found:
+            repeated = {n.removeprefix("repeated "): found[n] for n in found if " " in n}
+        within(folder, expected)
+        endless(folder, reference=repeated)
+        random_layers(folder)
+        damaged(folder, expected)
+        mistakes(folder)
+        print("is done", flush=True)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def plain_part(path):
+    with np.load(path) as found:
+        return {name: found[name] for name in found if not name.startswith("repeated ")}
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
