@@ -45,7 +45,7 @@ class _KerasState(TensorState):
     @property
     def may_refuse(self) -> bool:
         """Whether code outside of Keras takes part in loading a state."""
-        return not type(self._target).__module__.startswith("keras.")
+        return not type(self.target).__module__.startswith("keras.")
 
     def state_dict(self) -> dict[Any, Any]:
         """Return the values by key."""
@@ -77,19 +77,19 @@ class _VariableState(_KerasState):
     """A single variable."""
 
     def _values(self) -> dict[str, Any]:
-        return {"value": self._target}
+        return {"value": self.target}
 
 
 class _OptimizerState(_KerasState):
     """The variables of an optimizer, by their numbers."""
 
     def _values(self) -> dict[str, Any]:
-        if not self._target.built:
+        if not self.target.built:
             raise ValueError(
-                f"This {type(self._target).__name__} has no variables yet. Pass the checkpoint the "
+                f"This {type(self.target).__name__} has no variables yet. Pass the checkpoint the "
                 "compiled model too, or call optimizer.build(model.trainable_variables) first."
             )
-        return {f"vars/{number}": each for number, each in enumerate(self._target.variables)}
+        return {f"vars/{number}": each for number, each in enumerate(self.target.variables)}
 
 
 class _MetricState(_KerasState):
@@ -98,7 +98,7 @@ class _MetricState(_KerasState):
     is_mirrored = False
 
     def _values(self) -> dict[str, Any]:
-        return {f"vars/{number}": each for number, each in enumerate(self._target.variables)}
+        return {f"vars/{number}": each for number, each in enumerate(self.target.variables)}
 
 
 class _LayerState(_KerasState):
@@ -112,17 +112,17 @@ class _LayerState(_KerasState):
     @property
     def may_refuse(self) -> bool:
         """Whether code outside of Keras takes part in loading a state."""
-        layers = self._target._flatten_layers()
+        layers = self.target._flatten_layers()
         return not all(type(each).__module__.startswith("keras.") for each in layers)
 
     def _values(self) -> dict[str, Any]:
-        if not self._target.built:
+        if not self.target.built:
             raise ValueError(
-                f"This {type(self._target).__name__} has no variables yet, because the shape of "
+                f"This {type(self.target).__name__} has no variables yet, because the shape of "
                 "its input is unknown. Begin it with keras.Input(shape), or call build(shape)."
             )
         groups = _Groups({})
-        saving_lib._save_state(self._target, groups, None, "", self._left_out())
+        saving_lib._save_state(self.target, groups, None, "", self._left_out())
         return {
             "/".join([*filter(None, [path]), "vars", name]): value
             for path, group in groups.by_path.items()
@@ -135,12 +135,12 @@ class _LayerState(_KerasState):
             path, _, name = f"/{key}".rpartition("/vars/")
             by_path.setdefault(path.removeprefix("/"), {})[name] = value
         saving_lib._load_state(
-            self._target, _Groups(by_path), None, "", visited_saveables=self._left_out()
+            self.target, _Groups(by_path), None, "", visited_saveables=self._left_out()
         )
 
     def _left_out(self) -> set[int]:
         """Return the identities of objects that Keras's walk would find below a compiled model."""
-        model: Any = self._target
+        model: Any = self.target
         found = [*model.metrics, *(getattr(model, n, None) for n in ("optimizer", "_compile_loss"))]
         return set(map(id, found))
 
