@@ -413,11 +413,14 @@ def require_cross_replica(strategy: Strategy, what: str) -> None:
         )
     if frame.kind is Kind.REPLICA:
         twin = _TWINS.get(what)
-        remedy = f"Use get_replica_context().{twin}(), or" if twin else "Use"
+        remedy = (
+            f"There, call get_replica_context().{twin}() instead."
+            if twin
+            else "There, get_replica_context().merge_call(fn) calls a function fn that may call it."
+        )
         raise ContextError(
             f"{what} needs the cross-replica context, but it was called inside a function "
-            f"given to strategy.run. {remedy} get_replica_context().merge_call(fn) to call it "
-            "in fn."
+            f"given to strategy.run. {remedy}"
         )
 
 

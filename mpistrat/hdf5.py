@@ -203,7 +203,7 @@ def open_for_reading(
     """Return an open ``h5py.File`` of `path`; with `swmr` it may be written at the same time."""
     if not os.path.isfile(path):  # opening a pipe would wait for its other end
         if os.path.isdir(path):
-            raise error(f"{path} is a folder, but an HDF5 file was expected.")
+            raise error(f"{path} is a folder, but an HDF5 file was expected. Name a file in it.")
         if not os.path.exists(path):
             raise error(_explain_absence(Path(path)))
         raise error(f"{path} is a device or a pipe, but an HDF5 file was expected.")

@@ -52,12 +52,12 @@ class ReduceOp(enum.Enum):
             member = _REDUCTIONS.get(op.upper())
             if member is not None:
                 return member
-        known = ", ".join(cls.__members__)
+        known = ", ".join(f'"{name.lower()}"' for name in cls.__members__)
         if isinstance(op, str):
             raise ValueError(f"Unknown reduction {op!r}. Use one of {known}.")
         raise TypeError(
-            f"The reduction must be a ReduceOp or one of the strings {known}, "
-            f"not {op!r} of type {type(op).__name__}."
+            f"The reduction must be one of the strings {known}, or a ReduceOp, not {op!r} of type "
+            f"{type(op).__name__}."
         )
 
 

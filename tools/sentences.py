@@ -43,6 +43,7 @@ BUDGETS = {
     "docs/tutorial": 550,
     "docs/concepts": 700,
     "docs/coming-from": 750,
+    "docs/coming-from/mpi4py.md": 850,
     "docs/reference/tf-distribute-names.md": 1_800,
     "docs/guide": 1_100,
     "docs/guide/data.md": 1_600,

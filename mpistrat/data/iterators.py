@@ -88,15 +88,16 @@ class Position:
 def _check_layout(saved: dict[str, Any], layout: dict[str, Any]) -> None:
     if saved == layout:
         return
-    is_other_order = saved.get("order", layout["order"]) != layout["order"]
-    hint = (
-        " The order differs because the files, the seed or the steps differ."
-        if is_other_order
-        else ""
-    )
+    differing = [
+        f"{key} was {saved.get(key)} and is now {layout.get(key)}"
+        for key in sorted(saved.keys() | layout.keys())
+        if key != "order" and saved.get(key) != layout.get(key)
+    ]
+    # The digest of the order includes the batch size, which says more by itself.
+    why = "; ".join(differing) or "the files, the seed or the steps of the dataset differ"
     raise ValueError(
-        f"The position in the middle of an epoch was saved with {saved}, but the dataset now has "
-        f"{layout}.{hint} Use the same dataset, or start at the next epoch."
+        f"The position is in the middle of an epoch of a different dataset: {why}. Use the same "
+        "dataset, or a checkpoint from the end of an epoch, which fits every dataset."
     )
 
 

@@ -215,7 +215,7 @@ def test_what_was_lost_is_said(tmp_path):
     done = start(tmp_path, LOST).finish(40)
     lines = [each for each in done.stdout.splitlines() if each.startswith("lost")]
     assert lines, done.stdout + done.stderr
-    assert all("1 MiB a replica" in each for each in lines)
+    assert all("1 MiB per replica" in each for each in lines)
 
 
 def test_the_end_of_mpi_waits_for_no_other_rank(tmp_path):
