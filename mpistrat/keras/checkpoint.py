@@ -14,7 +14,7 @@ import keras
 from mpistrat.arguments import as_integer
 from mpistrat.checkpoint.checkpoint import Checkpoint
 from mpistrat.checkpoint.preemption import PreemptionCheckpointHandler
-from mpistrat.keras.askers import shorten_epoch
+from mpistrat.keras.askers import shorten_epoch, training_data
 from mpistrat.keras.datasets import (
     HDF5Dataset,
     end_resumed_epoch,
@@ -77,8 +77,8 @@ class HDF5Checkpoint(Replicas):
     ------
     TypeError, ValueError
         If an argument has the wrong type or is out of range. At the start of ``fit``: if
-        ``steps_per_epoch`` does not divide the batches of `data`, or if the file was saved within
-        an epoch of different length.
+        ``steps_per_epoch`` does not divide the batches of `data`, if ``fit`` trains on a dataset
+        other than `data`, or if the file was saved within an epoch of different length.
     CheckpointCorruptError
         At the start of ``fit``, if the folder has files, but none is intact.
     CheckpointMismatchError
@@ -141,7 +141,7 @@ class HDF5Checkpoint(Replicas):
     def on_train_begin(self, logs: Any = None) -> None:
         """Compare the ranks, and restore the newest file."""
         super().on_train_begin(logs)
-        self._check_length_of_epochs()
+        self._check_data()
         self._close()
         self._is_due = False
         self._batches = self._batches_before = 0
@@ -165,13 +165,23 @@ class HDF5Checkpoint(Replicas):
         if self._resumed is not None:
             self._resume(self._resumed)
 
-    def _check_length_of_epochs(self) -> None:
-        """Raise if epochs do not end with the passes of the data."""
-        steps = self.params.get("steps")
-        count = None if self._data is None else length_of_pass(self._data)
-        if steps is None or count is None or steps == count:
+    def _check_data(self) -> None:
+        """Raise for data whose position would not fit, or warn if it is not saved."""
+        trained_on = training_data()
+        if self._data is None:
+            if isinstance(trained_on, HDF5Dataset) and rank_and_size()[0] == 0:
+                _logger.warning(
+                    "fit trains on an HDF5Dataset, but HDF5Checkpoint was given no data=, so its "
+                    "position is not saved, and a resumed run begins with the first pass again."
+                )
             return
-        if count % steps:
+        if trained_on is not self._data:
+            raise ValueError(
+                "The data= of HDF5Checkpoint is not the dataset that fit trains on. Pass the same "
+                "HDF5Dataset to both."
+            )
+        steps, count = self.params.get("steps"), length_of_pass(self._data)
+        if steps is not None and count is not None and count % steps:
             raise ValueError(
                 f"A pass of the data has {count} batches, which steps_per_epoch={steps} does not "
                 "divide, so Keras would cut some epochs short. Leave out steps_per_epoch, choose a "

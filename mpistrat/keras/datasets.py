@@ -18,8 +18,8 @@ from mpistrat.keras.askers import (
     begins_an_iteration,
     call_of_keras,
     is_iterating,
-    is_trained_on,
     learns_shapes,
+    training_data,
 )
 from mpistrat.keras.batch_sizes import BatchSizes, starts_of
 
@@ -273,7 +273,7 @@ class HDF5Dataset(keras.utils.PyDataset):
                 )
         if call == "fit":
             self._sizes.check_for_fit(self._pass())
-        elif call is not None and is_trained_on(self):
+        elif call is not None and training_data() is self:
             raise ValueError(
                 f"This HDF5Dataset is being trained on, and {call} would take batches out of its "
                 f"order. Create a second one for {call}."

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import h5py
+import numpy as np
 import pytest
 
 from mpistrat.keras.requirements import check_version
@@ -116,6 +118,20 @@ def test_the_program_of_the_page_runs(digits, tmp_path):  # noqa: F811
     assert sorted(each.name for each in (tmp_path / "runs" / "keras").iterdir()) == steps
     lines = (tmp_path / "history.csv").read_text().splitlines()
     assert [line[0] for line in lines] == ["e", "0", "1"]
+
+
+@pytest.mark.more_ranks
+def test_the_tutorial_runs(tmp_path):
+    page = (ROOT / "docs" / "coming-from" / "keras.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert "epochs=3, steps_per_epoch=70" in code
+    shorter = code.replace("epochs=3, steps_per_epoch=70", "epochs=2, steps_per_epoch=2")
+    (tmp_path / "train.py").write_text(f"{shorter}\nprint('is done')\n")
+    with h5py.File(tmp_path / "mnist.h5", "w") as file:
+        file["image"] = np.zeros((600, 28, 28), np.uint8)
+        file["label"] = np.zeros(600, np.uint8)
+    done = launch.run(["-W", "ignore", "train.py"], 2, LIMIT_S, cwd=tmp_path)
+    assert succeeded(done) == 2
 
 
 START = "import mpistrat.keras as mk\nmk.init()\n"

@@ -292,5 +292,14 @@ def check_the_examples_of_the_docstrings_run():
     assert not runner.failures
 
 
+def check_uneven_rows_end_a_fit_without_replicas():
+    """The last of the checks, because it breaks the group."""
+    if SIZE > 1:
+        rows = 4 * (3 - (RANK == SIZE - 1))
+        x, y = (each[:rows] for each in arrays())
+        model = compiled(network())
+        raises(RuntimeError, "The ranks disagree", model.fit, x, y, 4, verbose=0)
+
+
 if __name__ == "__main__":
     run(*(each for name, each in list(globals().items()) if name.startswith("check_")))

@@ -171,6 +171,8 @@ def mistakes(folder):
     saved = mk.HDF5Checkpoint(place, data=again.data)
     again.callbacks, again.steps = [saved], 3
     raises(ValueError, "steps_per_epoch=3 does not divide", again.fit)
+    again.data, again.steps = mk.HDF5Dataset(batches()), None
+    raises(ValueError, "is not the dataset that fit trains on", again.fit)
     place, again = changed()
     again.callbacks = [mk.HDF5Checkpoint(place, data=again.data)]
     raises(mismatch, "callbacks= of 2, but HDF5Checkpoint was given callbacks= of 0", again.fit)
