@@ -33,14 +33,14 @@ Graph = Mapping[str, set[str]]
 Limit = int | tuple[int, int]
 
 LIMITS: dict[str, Limit] = {
-    "files": 289,
-    "lines": 73_000,
+    "files": 306,
+    "lines": 76_000,
     "longest file, code": 400,
     "median file": (150, 240),
     "loose modules": 21,
-    "exported names": 163,
+    "exported names": 169,
     "comments, per mille": (30, 1000),
-    "private attributes of others": 130,
+    "private attributes of others": 140,
     "names in several folders": 8,
     "circles of files": 0,
     "circles of folders": 0,
