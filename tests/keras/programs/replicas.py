@@ -298,7 +298,9 @@ def check_uneven_rows_end_a_fit_without_replicas():
         rows = 4 * (3 - (RANK == SIZE - 1))
         x, y = (each[:rows] for each in arrays())
         model = compiled(network())
-        raises(RuntimeError, "The ranks disagree", model.fit, x, y, 4, verbose=0)
+        raises(
+            RuntimeError, "The ranks made different collective calls", model.fit, x, y, 4, verbose=0
+        )
 
 
 if __name__ == "__main__":

@@ -167,7 +167,7 @@ def mistakes(folder):
     saved = mk.HDF5Checkpoint(place, data=again.data, callbacks=[again.stopping, again.plateau])
     again.callbacks = [saved]
     mismatch = ms.errors.CheckpointMismatchError
-    raises(mismatch, "Another order means other files, another seed", again.fit)
+    raises(mismatch, "the files, the seed or the steps of the dataset differ", again.fit)
     saved = mk.HDF5Checkpoint(place, data=again.data)
     again.callbacks, again.steps = [saved], 3
     raises(ValueError, "steps_per_epoch=3 does not divide", again.fit)
