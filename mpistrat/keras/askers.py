@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from types import FrameType
+from typing import Any
 
 _CALLS = ("fit", "evaluate", "predict")
 
@@ -34,27 +35,29 @@ def learns_shapes() -> bool:
     return any(frame.f_code.co_name == "_symbolic_build" for frame in _frames())
 
 
-def begins_an_iteration() -> bool:
-    """Return whether Keras asks the caller because an iteration begins. Local."""
-    # It also asks when it makes an adapter for the data, before it takes a batch for shapes.
-    return sys._getframe(2).f_code.co_name in ("get_data_adapter", "_get_iterator")
+def asker() -> str:
+    """Return the name of the function that calls the caller. Local."""
+    return sys._getframe(2).f_code.co_name
 
 
-def is_iterating() -> bool:
-    """Return whether Keras asks the caller for the length of the iteration that runs. Local."""
-    return sys._getframe(2).f_code.co_name == "_finite_generator"
+def _frame_of_fit() -> FrameType | None:
+    return next((frame for frame in _frames() if frame.f_code.co_name == "fit"), None)
 
 
 def training_data() -> object:
     """Return the data of the innermost `fit` that is running, ``None`` without one. Local."""
-    of_fits = (f.f_locals.get("x") for f in _frames() if f.f_code.co_name == "fit")
-    return next(of_fits, None)
+    frame = _frame_of_fit()
+    return None if frame is None else frame.f_locals.get("x")
 
 
-def shorten_epoch(steps: int) -> None:
-    """Let the epochs of the `fit` that is running have `steps` steps, until called again. Local.
+def has_steps_per_epoch() -> bool:
+    """Return whether the innermost `fit` that is running got ``steps_per_epoch``. Local."""
+    frame = _frame_of_fit()
+    return frame is not None and bool(frame.f_locals.get("steps_per_epoch"))
 
-    Only if it was called with ``steps_per_epoch``.
-    """
-    frame = next(frame for frame in _frames() if frame.f_code.co_name == "fit")
-    frame.f_locals["epoch_iterator"].steps_per_epoch = steps
+
+def epoch_iterator() -> Any:
+    """Return the iterator over the steps of the `fit` that is running. Local."""
+    frame = _frame_of_fit()
+    assert frame is not None
+    return frame.f_locals["epoch_iterator"]

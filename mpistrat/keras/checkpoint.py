@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -14,13 +15,8 @@ import keras
 from mpistrat.arguments import as_integer
 from mpistrat.checkpoint.checkpoint import Checkpoint
 from mpistrat.checkpoint.preemption import PreemptionCheckpointHandler
-from mpistrat.keras.askers import shorten_epoch, training_data
-from mpistrat.keras.datasets import (
-    HDF5Dataset,
-    end_resumed_epoch,
-    length_of_pass,
-    resume_epoch,
-)
+from mpistrat.keras.askers import epoch_iterator, training_data
+from mpistrat.keras.datasets import HDF5Dataset, end_at_once
 from mpistrat.keras.ranks import rank_and_size
 from mpistrat.keras.replicas import Replicas
 from mpistrat.keras.saved_training import (
@@ -77,8 +73,8 @@ class HDF5Checkpoint(Replicas):
     ------
     TypeError, ValueError
         If an argument has the wrong type or is out of range. At the start of ``fit``: if
-        ``steps_per_epoch`` does not divide the batches of `data`, if ``fit`` trains on a dataset
-        other than `data`, or if the file was saved within an epoch of different length.
+        ``fit`` trains on a dataset other than `data`, or if the file was saved within an epoch of
+        different length.
     CheckpointCorruptError
         At the start of ``fit``, if the folder has files, but none is intact.
     CheckpointMismatchError
@@ -135,6 +131,8 @@ class HDF5Checkpoint(Replicas):
         self._resumed: dict[str, Any] | None = None
         """The progress in the file, until the first epoch has begun."""
         self._step_before = 0
+        self._lengths: tuple[int | None, int | None] | None = None
+        """The numbers of steps and batches of Keras's epochs, while one is resumed."""
         self._is_due = False
         self._quiet: warnings.catch_warnings[None] | None = None
 
@@ -143,7 +141,7 @@ class HDF5Checkpoint(Replicas):
         super().on_train_begin(logs)
         self._check_data()
         self._close()
-        self._is_due = False
+        self._is_due, self._lengths = False, None
         self._batches = self._batches_before = 0
         num_metrics = len(self.model.metrics_variables)
         self._progress = SavedTraining(
@@ -180,13 +178,6 @@ class HDF5Checkpoint(Replicas):
                 "The data= of HDF5Checkpoint is not the dataset that fit trains on. Pass the same "
                 "HDF5Dataset to both."
             )
-        steps, count = self.params.get("steps"), length_of_pass(self._data)
-        if steps is not None and count is not None and count % steps:
-            raise ValueError(
-                f"A pass of the data has {count} batches, which steps_per_epoch={steps} does not "
-                "divide, so Keras would cut some epochs short. Leave out steps_per_epoch, choose a "
-                "divisor, or use repeat() of the dataset."
-            )
 
     def _resume(self, content: dict[str, Any]) -> None:
         """Set the epoch, the seeds and the data to the progress in the file."""
@@ -215,14 +206,24 @@ class HDF5Checkpoint(Replicas):
                 f"{self.restored_path} was saved after {batches} steps of an epoch, but an epoch "
                 f"has {steps} steps now. Use the same steps_per_epoch."
             )
-        data: Any = self._data
-        if length_of_pass(data) is not None:
-            is_stream = steps != length_of_pass(data)
-            resume_epoch(data, steps - batches, is_stream)
-        elif batches < steps:
-            shorten_epoch(steps - batches)
+        if batches == steps:
+            assert self._data is not None
+            end_at_once(self._data, True)
+            return
+        # Keras reads the length of an epoch at its beginning.
+        iterator = epoch_iterator()
+        self._lengths = iterator.steps_per_epoch, iterator._num_batches
+        if iterator.steps_per_epoch:
+            iterator.steps_per_epoch = steps - batches
         else:
-            content["epoch"], content["batches"] = content["epoch"] + 1, 0
+            iterator._num_batches = steps - batches
+
+    def _end_resumed_epoch(self) -> None:
+        """Let the next epochs have all their steps."""
+        if self._lengths is not None:
+            iterator = epoch_iterator()
+            iterator.steps_per_epoch, iterator._num_batches = self._lengths
+            self._lengths = None
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Save the epoch before, or continue the one that was interrupted."""
@@ -245,25 +246,31 @@ class HDF5Checkpoint(Replicas):
             restore_metrics(self.model, resumed)
         if self._batches and self._batches == self.params.get("steps"):
             _take_logs_from_metrics(self.model)
-            self._ignore_end_of_data()
+            iterator = epoch_iterator()
+            self._lengths = iterator.steps_per_epoch, iterator._num_batches
+            # Keras warns that this epoch has fewer batches than steps.
+            self._quiet = warnings.catch_warnings()
+            self._quiet.__enter__()
+            warnings.filterwarnings("ignore", "Your input ran out of data")
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Seed PyTorch's generator for this rank and this step."""
         super().on_train_batch_begin(batch, logs)
         self._step_before = self._training.step
-        if self._batches_before and self._data is not None and length_of_pass(self._data) is None:
-            shorten_epoch(self.params["steps"])  # from the next epoch on
+        self._end_resumed_epoch()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Count the step, and save if it is time to, or if the job is about to end."""
         super().on_train_batch_end(batch, logs)
-        self._batches = self._batches_before + batch + 1
+        steps = self.params.get("steps") or sys.maxsize
+        # Keras counts the steps of the last execution as if it were complete.
+        self._batches = min(self._batches_before + batch + 1, steps)
         step = self._training.step
         assert self._manager is not None
         assert self._handler is not None
         if self._handler.save_checkpoint_if_preempted(step):
             raise SystemExit(self._handler.EXIT_CODE)
-        is_last = self._batches >= (self.params.get("steps") or float("inf"))
+        is_last = self._batches == steps
         if self._save_freq != "epoch" and _passes_multiple(
             self._step_before, step, self._save_freq
         ):
@@ -272,14 +279,6 @@ class HDF5Checkpoint(Replicas):
                 self._is_due = True
             else:
                 self._manager.save(step)
-        if is_last and self._batches_before:
-            self._ignore_end_of_data()
-
-    def _ignore_end_of_data(self) -> None:
-        """Keep Keras from warning that a resumed epoch has fewer batches than steps."""
-        self._quiet = warnings.catch_warnings()
-        self._quiet.__enter__()
-        warnings.filterwarnings("ignore", "Your input ran out of data")
 
     def _end_quiet(self) -> None:
         if self._quiet is not None:
@@ -295,8 +294,9 @@ class HDF5Checkpoint(Replicas):
         """Average moving statistics; the epoch is saved before the next one begins."""
         self._end_quiet()
         super().on_epoch_end(epoch, logs)
+        self._end_resumed_epoch()
         if self._data is not None:
-            end_resumed_epoch(self._data)
+            end_at_once(self._data, False)
         self._epoch = epoch + 1
         self._batches = self._batches_before = 0
         is_last = self._epoch == self.params.get("epochs") or self.model.stop_training

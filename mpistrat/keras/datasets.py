@@ -15,9 +15,9 @@ import mpistrat.torch as mst
 from mpistrat import nests
 from mpistrat.data.dataset import Dataset
 from mpistrat.keras.askers import (
-    begins_an_iteration,
+    asker,
     call_of_keras,
-    is_iterating,
+    has_steps_per_epoch,
     learns_shapes,
     training_data,
 )
@@ -37,8 +37,8 @@ class HDF5Dataset(keras.utils.PyDataset):
     ``fit`` is the next pass over the data. The order is the same as in
     ``Strategy.experimental_distribute_dataset``, at any number of ranks; ``shuffle=`` of ``fit``
     does not change it, so shuffle by ``dataset.shuffle(seed)``. With ``steps_per_epoch``, an epoch
-    continues where the last one ended. Batches are tensors that share the memory of the arrays
-    that were read.
+    continues where the last one ended, and the next pass follows. Batches are tensors that share
+    the memory of the arrays that were read.
 
     One field of the dataset is the input, two are ``(x, y)``, three ``(x, y, sample_weight)``. A
     dict of fields is the input as it is.
@@ -126,9 +126,8 @@ class HDF5Dataset(keras.utils.PyDataset):
         """The batch from which Keras has learnt the shapes, and the position before it."""
         self._begins = False
         """Whether Keras has begun an iteration since the last batch."""
-        self._limit: int | None = None
-        self._is_stream = False
-        """Whether a new iteration continues in the middle of a pass."""
+        self._ends_at_once = False
+        """Whether iterations have no batch."""
 
     def __repr__(self) -> str:
         return f"<keras.HDF5Dataset of {self._source!r}>"
@@ -159,20 +158,21 @@ class HDF5Dataset(keras.utils.PyDataset):
     @property
     def num_batches(self) -> int | None:
         """The number of batches per pass, as Keras needs it; ``None`` if endless."""
-        if begins_an_iteration():
+        asks = asker()
+        if asks in ("get_data_adapter", "_get_iterator"):
             self._begins = True
             self._check_call()
-        if self._count is None:
-            return None
+        if self._ends_at_once and asks in ("_get_iterator", "_finite_generator"):
+            return 0
+        call = call_of_keras(self)
+        if self._count is None or (call == "fit" and has_steps_per_epoch()):
+            # Without an end, Keras keeps one iterator for all epochs. Of a number it only checks
+            # here that shuffle=True has a meaning, or warns.
+            return 1 if asks == "get_data_adapter" else None
         # Keras asks for the length of all epochs at once. If the first of them is resumed, it is
         # shorter, and ends when the batches end.
-        start = 0
-        if is_iterating():
-            if self._limit is not None:
-                return self._limit
-            if not self._is_stream and not self._leaves_pass():
-                start = self._start
-        if call_of_keras(self) in ("evaluate", "predict"):
+        start = self._start if asks == "_finite_generator" and not self._leaves_pass() else 0
+        if call in ("evaluate", "predict"):
             return len(self._groups(start))
         return self._count - start
 
@@ -209,12 +209,7 @@ class HDF5Dataset(keras.utils.PyDataset):
             self._batches = iter(self._source)
 
     def _leaves_pass(self) -> bool:
-        return (
-            self._begins
-            and self._batches is not None
-            and self._first is None
-            and not self._is_stream
-        )
+        return self._begins and self._batches is not None and self._first is None
 
     def _take(self) -> Any:
         """Return the next batch; in an evaluation, several that are joined."""
@@ -326,7 +321,7 @@ class HDF5Dataset(keras.utils.PyDataset):
     def _forget(self) -> None:
         """Begin again at the position of the source."""
         self._close()
-        self._first, self._limit, self._is_stream = None, None, False
+        self._first, self._ends_at_once = None, False
         position = self._source.state_dict()
         if position["batch"] == self._count:  # the end of a pass, as other iterators save it
             position = {"pass": position["pass"] + 1, "batch": 0}
@@ -335,22 +330,9 @@ class HDF5Dataset(keras.utils.PyDataset):
         self._start = 0 if self._count is None else self._number
 
 
-def length_of_pass(data: HDF5Dataset) -> int | None:
-    """Return the number of batches of a whole pass, ``None`` if `data` are endless. Local."""
-    return data._count
-
-
-def resume_epoch(data: HDF5Dataset, steps: int, is_stream: bool) -> None:
-    """Let the next iteration end after `steps` batches of `data`. Local.
-
-    With `is_stream`, later iterations continue where the one before them has ended.
-    """
-    data._limit, data._is_stream = steps, is_stream
-
-
-def end_resumed_epoch(data: HDF5Dataset) -> None:
-    """End what `resume_epoch` has begun: later iterations have all their batches. Local."""
-    data._limit = None
+def end_at_once(data: HDF5Dataset, do: bool) -> None:
+    """Let iterations over `data` have no batch, or end that. Local."""
+    data._ends_at_once = do
 
 
 def _check_workers(workers: Any, use_multiprocessing: Any) -> None:

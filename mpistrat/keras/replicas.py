@@ -18,13 +18,13 @@ class Replicas(keras.callbacks.Callback):
     **Collective**.
 
     - Before the first step of ``fit`` and of each evaluation, the ranks compare their numbers of
-      batches. Keras would hang, or evaluate to different wrong numbers.
+      batches. Otherwise ``evaluate`` returns wrong numbers, different on each rank.
     - Dropout and other random layers draw different numbers on each rank, by seeds that depend on
       the seed at the start, the rank and the step: a run with the same seed and the same number of
       ranks draws the same again.
     - Before each evaluation, at the end of each epoch and of the training, moving statistics, such
-      as in BatchNormalization, become their means over the ranks. They are the floating
-      variables that were created with ``trainable=False``.
+      as in BatchNormalization, become their means over the ranks. They are the floating variables
+      that layers have created with ``trainable=False``.
 
     Raises
     ------

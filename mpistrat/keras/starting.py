@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import keras
 import torch.distributed as dist
+from keras.src.backend.torch.ops import core
 
 import mpistrat.torch as mst
 
@@ -44,7 +45,7 @@ def init(
         If the backend of Keras is not PyTorch, or if the ranks were not started by MPI's launcher,
         as under torchrun.
     NotImplementedError
-        If Keras is older than 3.16.
+        If Keras is older than 3.16, or uses a GPU.
     ValueError
         If the process has a world group already, or `timeout` is not above 0.
 
@@ -54,6 +55,13 @@ def init(
     >>> keras.distribution.distribution().auto_shard_dataset
     False
     """
+    device = str(core.get_device())
+    if not device.startswith("cpu"):
+        raise NotImplementedError(
+            f"Keras would train on {device!r}, but mpistrat.keras trains on CPUs only. Set the "
+            "environment variable KERAS_TORCH_DEVICE=cpu, or start Keras over NCCL, by "
+            "keras.distribution.initialize()."
+        )
     group = mst.init(timeout=timeout, comm=comm)
     if keras.distribution.distribution() is None:
         # The ranks pass their own rows, so Keras must not divide these again.

@@ -179,6 +179,11 @@ import keras, torch.distributed
 for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
     del os.environ[name]
 assert keras.distribution.distribution() is None
+from keras.src.backend.torch.ops import core
+core.DEFAULT_DEVICE = "cuda"
+with pytest.raises(NotImplementedError, match="would train on 'cuda', but"):
+    mk.init()
+core.DEFAULT_DEVICE = "cpu"
 group = mk.init()
 kept = keras.distribution.distribution()
 assert kept.auto_shard_dataset is False

@@ -203,5 +203,20 @@ def check_mistakes():
         assert len(noted) == 1
 
 
+def check_an_evaluation_of_unknown_length_cannot_be_uneven():
+    """The last of the checks, because it breaks the group."""
+
+    def some_batches():
+        for _ in range(3 - (RANK == SIZE - 1)):
+            yield arrays(4)
+
+    model = compiled(network())
+    evaluate = {"verbose": 0, "callbacks": [mk.Replicas()]}
+    if SIZE > 1:
+        raises(Exception, "The ranks disagree", model.evaluate, some_batches(), **evaluate)
+    else:
+        model.evaluate(some_batches(), **evaluate)
+
+
 if __name__ == "__main__":
     run(*(each for name, each in list(globals().items()) if name.startswith("check_")))

@@ -34,7 +34,14 @@ class Trained:
     """A model with its data and callbacks, as at the start of a job."""
 
     def __init__(
-        self, folder=None, *others, repeats=False, epochs=EPOCHS, is_random=False, **options
+        self,
+        folder=None,
+        *others,
+        repeats=False,
+        steps=None,
+        epochs=EPOCHS,
+        is_random=False,
+        **options,
     ):
         layers = {}
         if is_random:
@@ -43,7 +50,7 @@ class Trained:
         optimizer = keras.optimizers.Adam(0.01)
         self.model = compiled(network(built=folder is None, **layers), optimizer)
         dataset = batches().repeat() if repeats else batches()
-        self.steps = STEPS // 2 if repeats else None
+        self.steps = steps
         self.data = mk.HDF5Dataset(dataset)
         self.test = mk.HDF5Dataset(batches(40, seed=None))
         self.epochs = epochs
@@ -122,18 +129,36 @@ def within(folder, expected):
         assert np.array_equal(weights_of(finished.model), weights_of(again.model))
 
 
-def endless(folder, *, reference):
-    """`repeat()` with `steps_per_epoch`, as in the tutorials of TensorFlow."""
-    for step in (3, 4, 5):
-        place = os.path.join(folder, f"endless-{step}")
-        first = Trained(place, At(step, lambda: end("term")), repeats=True, epochs=4)
+IN_STEPS = {
+    "endless": {"repeats": True, "steps": STEPS // 2, "epochs": 4},
+    "divided": {"steps": STEPS // 2, "epochs": 5},
+    "uneven": {"steps": 3, "epochs": 6},
+}
+"""With `steps_per_epoch`, as in the tutorials of TensorFlow."""
+
+
+def in_steps(folder, references):
+    for kind, options in IN_STEPS.items():
+        expected = references[kind]
+        for step in (3, 4, 5, 9):
+            place = os.path.join(folder, f"{kind}-{step}")
+            first = Trained(place, At(step, lambda: end("term")), **options)
+            assert exit_code(first.fit) == 75
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            assert_equal(Trained(place, **options).fit(), expected)
+
+
+def several_steps_at_once(folder, expected):
+    """With `steps_per_execution`, also if that does not divide the steps of an epoch."""
+    for step in (2, 3):  # executions of three steps; the third has the last two of the epoch
+        place = os.path.join(folder, f"several-{step}")
+        first = Trained(place, At(step, lambda: end("term")))
+        again = Trained(place)
+        for each in (first, again):
+            each.model.steps_per_execution = 3
         assert exit_code(first.fit) == 75
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        again = Trained(place, repeats=True, epochs=4)
-        found = again.fit()
-        np.testing.assert_allclose(found["weights"], reference["weights"], rtol=2e-4, atol=2e-5)
-        assert found["iterations"] == reference["iterations"]
-        assert found["position"] == [0, 2 * STEPS]
+        assert_equal(again.fit(), expected)
 
 
 def random_layers(folder):
@@ -168,9 +193,9 @@ def mistakes(folder):
     again.callbacks = [saved]
     mismatch = ms.errors.CheckpointMismatchError
     raises(mismatch, "the files, the seed or the steps of the dataset differ", again.fit)
-    saved = mk.HDF5Checkpoint(place, data=again.data)
-    again.callbacks, again.steps = [saved], 3
-    raises(ValueError, "steps_per_epoch=3 does not divide", again.fit)
+    _, again = changed()
+    again.steps = 2
+    raises(ValueError, "Use the same steps_per_epoch", again.fit)
     again.data, again.steps = mk.HDF5Dataset(batches()), None
     raises(ValueError, "is not the dataset that fit trains on", again.fit)
     place, again = changed()
@@ -219,24 +244,27 @@ def main(command, *arguments):
     if command == "reference":
         (path,) = arguments
         plain = Trained().fit()
-        repeated = Trained(repeats=True, epochs=4).fit()
-        np.savez(path, **plain, **{f"repeated {name}": each for name, each in repeated.items()})
+        found = {f"plain: {name}": each for name, each in plain.items()}
+        for kind, options in IN_STEPS.items():
+            result = Trained(**options).fit()
+            found |= {f"{kind}: {name}": each for name, each in result.items()}
+        np.savez(path, **found)
     elif command == "ended":
         folder, how, step = arguments
         Trained(folder, At(int(step), lambda: end(how)), save_freq=3).fit()
     elif command == "resumed":
         folder, path = arguments
         again = Trained(folder, save_freq=3)
-        assert_equal(again.fit(), plain_part(path))
+        assert_equal(again.fit(), references_in(path)["plain"])
         print(f"resumed from {os.path.basename(again.saved.restored_path)}", flush=True)
     else:
         (path,) = arguments
         folder = os.path.dirname(path)
-        expected = plain_part(path)
-        with np.load(path) as found:
-            repeated = {n.removeprefix("repeated "): found[n] for n in found if " " in n}
+        references = references_in(path)
+        expected = references["plain"]
         within(folder, expected)
-        endless(folder, reference=repeated)
+        in_steps(folder, references)
+        several_steps_at_once(folder, expected)
         random_layers(folder)
         damaged(folder, expected)
         mistakes(folder)
@@ -245,9 +273,13 @@ def main(command, *arguments):
         dist.destroy_process_group()
 
 
-def plain_part(path):
+def references_in(path):
+    references = {}
     with np.load(path) as found:
-        return {name: found[name] for name in found if not name.startswith("repeated ")}
+        for key in found:
+            kind, _, name = key.partition(": ")
+            references.setdefault(kind, {})[name] = found[key]
+    return references
 
 
 if __name__ == "__main__":
