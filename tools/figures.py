@@ -38,8 +38,12 @@ RUNS = {
     ),
     "checkpoint, 1 rank": (1, ["mpistrat", "bench", "checkpoint", "--samples", "5"]),
     "checkpoint, 2 ranks": (2, ["mpistrat", "bench", "checkpoint", "--samples", "5"]),
+    "scaling, 2 nodes": (2, ["tools.scaling"]),
 }
 """Number of ranks and arguments of ``python -m`` for each benchmark."""
+
+SIMULATED_NODES = {"scaling, 2 nodes": {"MPIR_CVAR_NUM_CLIQUES": "2"}}
+"""Variables that make MPICH treat the ranks of a run as so many nodes."""
 
 Reports = Mapping[str, Mapping[str, Any]]
 
@@ -170,7 +174,32 @@ def _checkpoint(reports: Reports) -> Iterator[str]:
                 yield _line(rows[0]["what"], rows[0]["model"], peer, *speed_ups)
 
 
+def _fitted(reports: Reports) -> Iterator[str]:
+    (fit,) = reports["scaling, 2 nodes"]["constants"]
+    yield "| o, a call | L, a message | 1 / G, sent | 1 / g, reduced | error of the fit |"
+    yield "|---|---|---|---|---|"
+    times = (readable_time(fit[name]) for name in ("call_s", "message_s"))
+    rates = (fit[f"{name}_s_per_byte"] for name in ("sent", "reduced"))
+    rates = (f"{1e-9 / each:.1f} GB/s" for each in rates)
+    yield _line(*times, *rates, f"{100 * fit['relative_error']:.0f} %")
+
+
+def _predicted(reports: Reports) -> Iterator[str]:
+    rows = reports["scaling, 2 nodes"]["predictions"]
+    rows = [row for row in rows if row["links"] != "as measured"]
+    nodes = sorted({row["num_nodes"] for row in rows})
+    yield _line("one `all_reduce`", *(f"{each:,} nodes" for each in nodes), "most of the time")
+    yield "|---" * (len(nodes) + 2) + "|"
+    for size in sorted({row["num_bytes"] for row in rows}):
+        cells = [row for row in rows if row["num_bytes"] == size]
+        rules = {row["rules"] for row in cells}
+        times = (readable_time(row["predicted_s"]) for row in cells)
+        yield _line(readable_size(size), *times, ", ".join(sorted(rules)))
+
+
 TABLES = (
+    Table("docs/benchmarks/scaling.md", "fitted constants", _fitted),
+    Table("docs/benchmarks/scaling.md", "predictions", _predicted),
     Table("docs/benchmarks/agreement.md", "agreement", _agreement),
     Table("docs/benchmarks/data.md", "data", _data),
     Table("docs/benchmarks/data.md", "large data", _large_data),
@@ -217,6 +246,7 @@ def record(runs: Sequence[str] = tuple(RUNS)) -> None:
             path = Path(folder) / "report.json"
             command = [*mpiexec(num_ranks), sys.executable, "-m", *arguments, "--output", str(path)]
             environment = launch.environment() | {"OMP_NUM_THREADS": "1"}
+            environment |= SIMULATED_NODES.get(name, {})
             subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=1800)
             reports[name] = json.loads(path.read_text())
             del reports[name]["machine"]["system"]
