@@ -10,7 +10,8 @@ from mpistrat.strategies.cluster_resolver import ClusterResolver
 from mpistrat.strategies.extended_v1 import InputIterator
 from tests import ROOT
 
-PAGE = (ROOT / "docs" / "reference" / "tf-distribute-names.md").read_text()
+NAMES = ("tf-distribute-names", "tf-distribute-v1-names", "tf-data-names")
+PAGE = "\n".join((ROOT / "docs" / "reference" / f"{name}.md").read_text() for name in NAMES)
 STATES = {"same", "wider", "differs", "ignored", "absent"}
 
 # The public names of tf.distribute's strategy API, by the section of the page they stand in.
@@ -100,7 +101,7 @@ ELSEWHERE = {
 
 def section(title):
     """Return the text of the page between the heading `title` and the next one."""
-    (text,) = re.findall(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S)
+    (text,) = re.findall(rf"^## {re.escape(title)}\n(.*?)(?=^##? |\Z)", PAGE, re.M | re.S)
     return text
 
 
