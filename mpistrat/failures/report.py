@@ -19,8 +19,6 @@ _MAX_LINES = 30
 _MAX_LINES_OF_MESSAGE = 24
 _MAX_CHARACTERS = 2000
 _MAX_OTHERS = 5
-_CPP_FRAMES = "At:"
-"""pybind11 begins a list of frames with it, after an empty line. They are of this package."""
 
 
 def describe_failure(
@@ -56,8 +54,8 @@ def describe_failure(
     if cause is not None:
         message.append(f"caused by {type(cause).__name__}: {text_of(cause)}\n")
     own = _lines(message)
-    if origin is not error and _CPP_FRAMES in own and not settings_at_the_end().full_traceback:
-        own = own[: own.index(_CPP_FRAMES) - 1]
+    if origin is not error and not settings_at_the_end().full_traceback:
+        own = f"{name}: {reason}".split("\n")
     # A long message must not push out the stack, nor its own first line.
     shown = _shortened(own, _MAX_LINES_OF_MESSAGE, _MAX_LINES_OF_MESSAGE // 2)
     return facts, "\n".join([*_shortened(_lines(stack), _MAX_LINES - len(shown)), *shown])

@@ -23,6 +23,7 @@ from mpistrat.collectives.operations.broadcast import Broadcast
 from mpistrat.collectives.operations.scatter import Scatter
 from mpistrat.system.callsite import users_place
 from mpistrat.torch import tensor_reductions
+from mpistrat.torch.overloads import overloaded
 from mpistrat.torch.tensors import (
     Operand,
     apart,
@@ -53,6 +54,8 @@ class Operations:
 
     _collectives: Collectives
     _queue: GroupQueue
+    num_issued = 0
+    """How many collectives this rank has issued."""
 
     def issue(self, kind: str, body: Body, outputs: list[Any], opts: Any) -> GroupWork:
         """Run `body` inside the collective `kind`, in the queue's order, and return its work."""
@@ -65,11 +68,17 @@ class Operations:
                     call.timeout_s = limit_s
                 body(call)
 
+        self.num_issued += 1
         work = GroupWork(kind, operation, outputs, users_place(sys._getframe(2)))
         is_async = getattr(opts, "asyncOp", True)  # torch 2.7 sets it for only a few
-        self._queue.add(work, is_async, _num_bytes(outputs) if is_async else 0)
+        num_bytes = _num_bytes(outputs) if is_async else 0
+        if torch.autograd._profiler_enabled():
+            work.show_in_profile(lambda: self._queue.add(work, is_async, num_bytes))
+        else:
+            self._queue.add(work, is_async, num_bytes)
         return work
 
+    @overloaded
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> GroupWork:
         """Reduce `tensors` in place."""
         opts = opts or c10d.AllreduceOptions()
@@ -94,6 +103,7 @@ class Operations:
 
         return self.issue("torch.all_reduce_coalesced", body, tensors, opts)
 
+    @overloaded
     def reduce(self, tensors: list[torch.Tensor], opts: Any = None) -> GroupWork:
         """Reduce the tensor to one rank, in place on that rank."""
         opts = opts or c10d.ReduceOptions()
@@ -102,6 +112,7 @@ class Operations:
         body = functools.partial(tensor_reductions.reduce, **how)
         return self.issue("torch.reduce", body, tensors, opts)
 
+    @overloaded
     def reduce_scatter(
         self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None
     ) -> GroupWork:
@@ -137,6 +148,7 @@ class Operations:
 
         return self.issue("torch.reduce_scatter_tensor_coalesced", body, outputs, opts)
 
+    @overloaded
     def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> GroupWork:
         """Overwrite the tensor with the tensor of one rank."""
         opts = opts or c10d.BroadcastOptions()
@@ -155,6 +167,7 @@ class Operations:
 
         return self.issue("torch.broadcast", body, tensors, opts)
 
+    @overloaded
     def scatter(
         self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None
     ) -> GroupWork:
@@ -173,6 +186,7 @@ class Operations:
 
         return self.issue("torch.scatter", body, outputs, opts)
 
+    @overloaded
     def gather(
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
     ) -> GroupWork:
@@ -204,6 +218,7 @@ class Operations:
         parts = output.chunk(own.size) if output.dim() == source.dim() else output.unbind()
         return self.gather([list(parts)] if own.rank == opts.rootRank else [], [source], opts)
 
+    @overloaded
     def allgather(
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
     ) -> GroupWork:
@@ -295,6 +310,7 @@ class Operations:
 
         return self.issue("torch.all_to_all", body, outputs, opts)
 
+    @overloaded
     def alltoall_base(
         self,
         output: torch.Tensor,
@@ -328,6 +344,7 @@ class Operations:
 
         return self.issue("torch.all_to_all_single", body, [output], opts or c10d.AllToAllOptions())
 
+    @overloaded
     def barrier(self, opts: Any = None) -> GroupWork:
         """Return once all ranks have called it."""
         return self.issue("torch.barrier", wait_for_all, [], opts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
 import time
@@ -97,6 +98,30 @@ class Group(Operations, Messages):
         return self.issue("torch.end_coalescing", lambda call: None, [], opts)
 
     _start_coalescing, _end_coalescing = start_coalescing, end_coalescing
+
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """Return once all ranks have called it, or raise an error that names those that are late.
+
+        `wait_all_ranks` changes nothing: the error always names all of them.
+        """
+        opts = dist.BarrierOptions()
+        opts.asyncOp = False
+        if timeout is not None:
+            opts.timeout = timeout
+        self.barrier(opts).wait()
+
+    def _get_sequence_number_for_group(self) -> int:
+        """Return how many operations of the group this rank has issued; messages do not count."""
+        return self.num_issued
+
+    getSequenceNumberForGroup = _get_sequence_number_for_group
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Do nothing: every group counts from 0."""
+
+    setSequenceNumberForGroup = _set_sequence_number_for_group
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set how long operations wait for the other ranks."""
@@ -323,6 +348,26 @@ def _lies_on_host(arguments: Sequence[Any]) -> bool:
         if isinstance(each, list) and each and not _lies_on_host(each):
             return False
     return True
+
+
+def _hide_from_dynamo() -> None:
+    """Let torch.compile leave the methods of groups alone.
+
+    DDP calls them from C++ inside a compiled forward pass, and Dynamo cannot trace a group.
+    """
+    # As torch.compiler.disable does, which would import half of torch: 2 s at the first import.
+    frames = torch._C._dynamo.eval_frame
+    if not hasattr(frames, "set_code_exec_strategy"):  # before torch 2.7
+        return
+    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+    for owner in (Operations, Messages, Group, MpiProcessGroup, MpiBackend, CheckedBackend):
+        for each in vars(owner).values():
+            function = getattr(each, "fget", each)
+            if inspect.isfunction(function):
+                frames.set_code_exec_strategy(function.__code__, skip)
+
+
+_hide_from_dynamo()
 
 
 def create_group(opts: Any, pg_options: Any) -> Group:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from mpistrat.agreement.channel import Channel
 from mpistrat.errors import CollectiveTimeoutError
 from mpistrat.system.callsite import Place, format_place, on_behalf_of
+from mpistrat.torch import tensor_futures
 
 _logger = logging.getLogger("mpistrat")
 
@@ -83,9 +84,14 @@ class Work(dist.Work):
         """Return a future of the tensors that it writes to."""
         self.note_asked()
         if self._future is None:
+            is_list = bool(self.outputs) and isinstance(self.outputs[0], torch.Tensor)
+            if is_list and self.is_done and self.error is None:
+                self._future = tensor_futures.done(self.outputs)
+                return self._future
             begun: torch.futures.Future[Any] = torch.futures.Future()
             # The C++ code that waits for a future sees only an error in a callback as an error.
-            self._future = begun.then(self._outcome)
+            ended = begun.then(self._outcome)
+            self._future = tensor_futures.once_done(ended, self.outputs) if is_list else ended
             self._unset.append(begun)
             # After the line before: the thread that ends this sets `is_done` before it looks for a
             # future, so one of the two completes it.
@@ -99,12 +105,28 @@ class Work(dist.Work):
         return self.outputs
 
     def complete_future(self) -> None:
-        """Complete the future, if there is one, after `is_done` was set."""
-        # Callbacks run here, without a lock. The thread that takes the future out of the list
+        """Complete the futures, if there are any, after `is_done` was set."""
+        # Callbacks run here, without a lock. The thread that takes a future out of the list
         # completes it.
-        if self._unset:
+        while self._unset:
             with contextlib.suppress(IndexError):
                 self._unset.pop().set_result(None)
+
+    def show_in_profile(self, add: Callable[[], None]) -> None:
+        """Call `add`, which issues this work, and show it in torch's profile until it is done."""
+        record = torch.autograd.profiler.record_function(self.kind.replace("torch.", "mpistrat:"))
+        record.__enter__()
+        try:
+            add()
+        except BaseException:
+            record.__exit__(None, None, None)
+            raise
+        # The profiler sees its own thread alone, so the end is told by a future.
+        ended: torch.futures.Future[Any] = torch.futures.Future()
+        record._call_end_callbacks_on_future(ended)
+        self._unset.append(ended)
+        if self.is_done:
+            self.complete_future()
 
     def __repr__(self) -> str:
         return f"{self.kind} at {format_place(self.place)}"
@@ -194,6 +216,11 @@ class GroupQueue:
                 if is_async:
                     self._note_failure(work)
                 self._end()
+            # An interrupt of the program, such as Ctrl-C. Where C++ waits for the work, as DDP
+            # does, it would become a RuntimeError.
+            if work.error is not None and not isinstance(work.error, Exception):
+                work.note_asked()
+                raise work.error
         else:
             with self._changed:
                 self._waiting.append(work)
