@@ -166,7 +166,9 @@ def host_array(tensor: Any) -> np.ndarray:
 def _pinned_copy(tensor: Any) -> Any:
     """Return a copy of a CUDA tensor in page-locked memory, which PyTorch reuses."""
     torch = importlib.import_module("torch")
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True).copy_(
+        tensor
+    )
 
 
 def as_own_dtype(tensor: Any) -> Any:
@@ -251,7 +253,7 @@ def _backward(ctx: Any, *gradients: Any) -> Any:
     num = len(gradients)
     # If only shapes and dtypes matter, one zero represents all elements.
     kept = ctx.saved_tensors or [
-        torch.zeros((), dtype=dtype).expand(shape) for shape, dtype in ctx.shapes
+        torch.zeros((), dtype=dtype, device="cpu").expand(shape) for shape, dtype in ctx.shapes
     ]
     pulled = ctx.pull_back(
         [ctx.read(kept[i]) for i in ctx.floating],

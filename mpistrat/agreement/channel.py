@@ -505,9 +505,13 @@ class Channel:
         # After other exceptions the rank will end soon.
         self.leave_alone(f"The {what}", f"its {what}" if isinstance(error, Exception) else "")
 
-    def leave_alone(self, what: str, reported: str) -> None:
-        """Close the channel, and tell waiting ranks what is `reported`, if anything."""
-        self.stuck_at = call_site()
+    def leave_alone(self, what: str, reported: str, is_in_round: bool = True) -> None:
+        """Close the channel, and tell waiting ranks what is `reported`, if anything.
+
+        Unless this rank `is_in_round`, it still ends together with the others.
+        """
+        if is_in_round:
+            self.stuck_at = call_site()
         self.closed = CollectiveError(f"{what} on {self.place()}.")
         if self.peers is not None and reported:
             self.peers.report_departure(Departure("left", reported))

@@ -10,6 +10,7 @@ has imported: a file makes no program import anything.
 
 from __future__ import annotations
 
+import base64
 import collections
 import enum
 import json
@@ -35,9 +36,10 @@ TENSOR = "$tensor"
 TUPLE = "$tuple"
 SCALAR = "$scalar"
 NUMPY = "$numpy"
+ARRAY = "$array"
 CLASS = "$class"
 _NUMBERS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-_MARKS = {FLOAT, DICT, KEYS, SAME, TENSOR, TUPLE, SCALAR, NUMPY, CLASS}
+_MARKS = {FLOAT, DICT, KEYS, SAME, TENSOR, TUPLE, SCALAR, NUMPY, ARRAY, CLASS}
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,8 @@ class Mark:
     For ``$tuple`` the items, for ``$keys`` the pairs of keys and values of a dict,
     for ``$tensor`` the dtype, for ``$same`` the path of the tensor that it is tied to, for
     ``$scalar`` the dtype of a NumPy scalar that is stored as an array, for ``$numpy`` the type name
-    and the value of any other NumPy scalar, for ``$class`` a dict with the name of a class and the
-    parts of an instance.
+    and the value of any other NumPy scalar, for ``$array`` a dict of a whole NumPy array or scalar,
+    for ``$class`` a dict with the name of a class and the parts of an instance.
     """
 
 
@@ -102,6 +104,8 @@ def unmarked(value: Any) -> Any:
         return Mark(mark, unmarked(content))
     if mark == CLASS and isinstance(content, dict) and {"class", "items"} <= content.keys():
         return Mark(mark, unmarked(content))
+    if mark == ARRAY and isinstance(content, dict) and content.keys() == _KEYS_OF_ARRAY:
+        return Mark(mark, content)
     if mark == KEYS and isinstance(content, list) and all(map(_is_pair, content)):
         return Mark(mark, unmarked(content))
     raise ValueError(f"{json.dumps(value)} is neither a number nor a dict")
@@ -221,6 +225,35 @@ def value_of_numpy_mark(content: list[Any]) -> Any:
     return np.float64(value) if name == "float64" else np.str_(value)
 
 
+_KEYS_OF_ARRAY = {"dtype", "shape", "bytes", "is_scalar"}
+
+
+def mark_of_array(value: np.ndarray | np.generic) -> Mark:
+    """Return the mark that holds a whole NumPy array or scalar, its bytes in base 64."""
+    array = np.asarray(value)
+    little = array.astype(array.dtype.newbyteorder("<"), order="C", copy=False)
+    content = {
+        "dtype": little.dtype.str,
+        "shape": list(array.shape),
+        "bytes": base64.b64encode(little.tobytes()).decode(),
+        "is_scalar": isinstance(value, np.generic),
+    }
+    return Mark(ARRAY, content)
+
+
+def array_of_mark(content: dict[str, Any]) -> Any:
+    """Return the NumPy array or scalar that `mark_of_array` has stored; ValueError if damaged."""
+    try:
+        dtype = np.dtype(content["dtype"])
+        if dtype.kind not in "biufcU":
+            raise ValueError(f"an array of dtype {dtype}")
+        values = np.frombuffer(base64.b64decode(content["bytes"], validate=True), dtype)
+        array = values.reshape(content["shape"]).astype(dtype.newbyteorder("="))
+    except (TypeError, ValueError) as reason:
+        raise ValueError(f"an array in the state cannot be read: {reason}") from None
+    return array[()] if content["is_scalar"] else array
+
+
 SplitState = tuple[dict[str, Any] | Mark, dict[str, "np.ndarray | TensorArray"]]
 """The JSON part of a state, and its arrays by path below the owner."""
 
@@ -255,13 +288,13 @@ def tensor_mark(dtype: str) -> Mark:
 
 
 def json_part(value: object, owner: str, path: str) -> Any:
-    """Return the JSON part of a value without arrays, as in `split_state`, or raise TypeError."""
-    splitter = _Splitter(owner, is_exact=False)
+    """Return a value as JSON with marks, as in `split_state`, but with NumPy's arrays in it."""
+    splitter = _Splitter(owner, is_exact=False, are_arrays_inside=True)
     rest = splitter.rest(value, path, plain=False)
     for name in splitter.arrays:
         raise TypeError(
-            f"The state of {owner!r} holds an array at {name!r}, inside of a value that is saved "
-            "as a whole. Make it a tensor in a dict or a list."
+            f"The state of {owner!r} holds a tensor at {name!r}, inside of a value that is saved "
+            "as a whole. Put it in a dict or a list."
         )
     return rest
 
@@ -269,8 +302,10 @@ def json_part(value: object, owner: str, path: str) -> Any:
 class _Splitter:
     """The walk through one state, which collects its arrays."""
 
-    def __init__(self, owner: str, is_exact: bool) -> None:
+    def __init__(self, owner: str, is_exact: bool, are_arrays_inside: bool = False) -> None:
         self.owner = owner
+        self._are_arrays_inside = are_arrays_inside
+        """Whether arrays and NumPy's scalars become marks."""
         self.is_exact = is_exact
         """Whether subclasses of JSON's types are restored exactly, or raise."""
         self.arrays: dict[str, np.ndarray | TensorArray] = {}
@@ -288,6 +323,9 @@ class _Splitter:
         if value is None:
             self.nones.add(path)
             return value
+        if self._are_arrays_inside and isinstance(value, np.ndarray | np.generic):
+            self.check_array(value, path)
+            return mark_of_array(value)
         if self.is_exact:
             where = f"state_dict() of {self.owner!r} holds a {type(value).__name__} at {path!r}"
             mark = exact_mark(value, where, lambda items: self.rest(items, path, False))
@@ -350,7 +388,8 @@ class _Splitter:
             "None and tuples of them."
         )
 
-    def take(self, value: Any, path: str) -> None:
+    def check_array(self, value: Any, path: str) -> None:
+        """Raise TypeError for arrays of NumPy that a checkpoint would change."""
         if isinstance(value, np.ma.MaskedArray):
             raise TypeError(
                 f"state_dict() of {self.owner!r} holds a masked array at {path!r}, whose mask a "
@@ -362,6 +401,14 @@ class _Splitter:
                 "subclass of NumPy's array, which a checkpoint would lose. Convert it with "
                 "numpy.asarray() in state_dict(), and back in load_state_dict()."
             )
+        if self._are_arrays_inside and value.dtype.kind not in "biufcU":
+            raise TypeError(
+                f"The state of {self.owner!r} holds an array of dtype {value.dtype} at {path!r}. A "
+                "checkpoint stores arrays of numbers, booleans and strings."
+            )
+
+    def take(self, value: Any, path: str) -> None:
+        self.check_array(value, path)
         array = host_copy(value)
         if not is_storable(array.dtype):
             raise TypeError(
@@ -495,6 +542,8 @@ class _Joiner:
             return self._arrays.pop(path)[()]
         if isinstance(value, Mark) and value.name == NUMPY:
             return value_of_numpy_mark(value.content)
+        if isinstance(value, Mark) and value.name == ARRAY:
+            return array_of_mark(value.content)
         if isinstance(value, Mark) and value.name == CLASS:
             return instance_of_mark(value.content, self.join(value.content["items"], path))
         joined = {key: self.join(item, _below(path, key)) for key, item in _items(value)}
@@ -511,6 +560,8 @@ def plain_state(rest: Any) -> Any:
         return f"same as {rest.content}"
     if isinstance(rest, Mark) and rest.name == NUMPY:
         return rest.content[1]
+    if isinstance(rest, Mark) and rest.name == ARRAY:
+        return array_of_mark(rest.content).tolist()
     if isinstance(rest, Mark) and rest.name == CLASS:
         return plain_state(rest.content["items"])
     items = {str(key): plain_state(item) for key, item in _items(rest) if not _is_tensors(item)}
@@ -539,5 +590,5 @@ def value_paths(rest: Any, path: str = "") -> Iterator[str]:
     elif isinstance(rest, dict | list) or (isinstance(rest, Mark) and rest.name in (TUPLE, KEYS)):
         for name, item in _items(rest):
             yield from value_paths(item, _below(path, name))
-    elif not isinstance(rest, Mark) or rest.name == NUMPY:
+    elif not isinstance(rest, Mark) or rest.name in (NUMPY, ARRAY):
         yield path

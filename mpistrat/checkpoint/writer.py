@@ -39,7 +39,7 @@ from mpistrat.errors import CheckpointError
 from mpistrat.mpi.world import is_started, started_world
 from mpistrat.sharding import Box
 from mpistrat.system.exit_hooks import Phase, at
-from mpistrat.system.files import claimed, hidden_beside
+from mpistrat.system.files import claimed, hidden_beside, remove_leftovers
 from mpistrat.system.text import rank_list
 
 WRITERS = "writers"
@@ -415,8 +415,11 @@ def create_checkpoint(
 ) -> Iterator[CheckpointWriter]:
     """Write a checkpoint that appears under `path` once it is complete and on disk."""
     header = replace(header, created=header.created or Header.timestamp())
+    folder, name = os.path.split(os.path.realpath(path))
     with contextlib.ExitStack() as stack:
         with explaining(path):
+            # A job that is killed again and again while it saves would fill the disk.
+            remove_leftovers(folder, name)
             if writers is None:
                 file = stack.enter_context(hdf5.create_atomically(path))
             else:

@@ -169,6 +169,8 @@ class _Rendezvous:
         return [bytes(joined[a:b]) for a, b in zip([0, *ends], ends, strict=False)]
 
 
+_BRISK_S = 0.002
+"""How long a wait only yields the core: groups are made by ranks that arrive together."""
 _POLL_S = 0.0002
 _LONG_POLL_S = 0.002
 """The same after a second, when the wait is longer than that for an answer."""
@@ -232,7 +234,10 @@ def _wait_for_all(
         if on_long_wait is not None and waited_s > remind_at_s:
             on_long_wait(rendezvous, waited_s)
             on_long_wait = None
-        time.sleep(_POLL_S if waited_s < 1 else _LONG_POLL_S)
+        if waited_s < _BRISK_S:
+            os.sched_yield()
+        else:
+            time.sleep(_POLL_S if waited_s < 1 else _LONG_POLL_S)
     return True
 
 

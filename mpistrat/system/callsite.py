@@ -14,6 +14,8 @@ UNKNOWN_PLACE = "unknown place"
 
 _PACKAGE = os.path.abspath(sys.modules[__name__.partition(".")[0]].__path__[0]) + os.sep
 _TESTING = _PACKAGE + "testing" + os.sep
+_BESIDE = "mpistrat_torch_autoload.py"
+"""The module that is installed beside the package."""
 
 
 class CodeOwner(enum.Enum):
@@ -42,7 +44,10 @@ code_owners = _CodeOwners()
 def _owner_of(filename: str) -> CodeOwner:
     if filename.startswith(_PACKAGE) and not filename.startswith(_TESTING):
         return CodeOwner.PACKAGE
-    if filename.startswith("<frozen") or os.path.basename(filename) == "contextlib.py":
+    name = os.path.basename(filename)
+    if name == _BESIDE:
+        return CodeOwner.PACKAGE
+    if filename.startswith("<frozen") or name == "contextlib.py":
         return CodeOwner.HELPER
     # Cython names source files by their path in its project, which an installed package lacks.
     is_of_cython = filename.endswith((".pyx", ".pxd", ".pxi")) and not os.path.exists(filename)

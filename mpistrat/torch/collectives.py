@@ -216,7 +216,9 @@ class Operations:
         """Send the tensor to one rank, which receives the tensors of all ranks in one tensor."""
         opts, own = opts or c10d.GatherOptions(), self._collectives
         parts = output.chunk(own.size) if output.dim() == source.dim() else output.unbind()
-        return self.gather([list(parts)] if own.rank == opts.rootRank else [], [source], opts)
+        lists = [list(parts)] if own.rank == opts.rootRank else []
+        work: GroupWork = self.gather(lists, [source], opts)
+        return work
 
     @overloaded
     def allgather(
@@ -304,7 +306,8 @@ class Operations:
             )
             # Only the dtype: shapes may differ between ranks, and `_exchange` compares the counts.
             call.agree(str(dtype).removeprefix("torch."))
-            whole = Operand(torch.empty(sum(received), dtype=dtype), "").bytes
+            joined = torch.empty(sum(received), dtype=dtype, device="cpu")
+            whole = Operand(joined, "").bytes
             _exchange(call, joined_bytes(sources), dtype.itemsize, sent, received, whole)
             hand_out(whole, targets)
 

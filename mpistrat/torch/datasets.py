@@ -57,7 +57,8 @@ class HDF5Dataset(IterableDataset[Any]):
     `Ragged`, which ``ragged_batch`` returns, becomes a nested tensor in the jagged layout, whose
     ``values()`` and ``offsets()`` share its memory, even on a rank that gets no example of a batch.
 
-    ``len()`` is not defined; see `num_batches`.
+    ``len()`` of the dataset and of its loader is `num_batches`, and raises TypeError if that is
+    unknown.
 
     Parameters
     ----------
@@ -123,6 +124,17 @@ class HDF5Dataset(IterableDataset[Any]):
         """The number of batches per epoch, on each rank; ``None`` if endless or unknown. Local."""
         count = self._batches.cardinality()
         return None if count < 0 else count
+
+    def __len__(self) -> int:
+        if self.num_batches is None:
+            raise TypeError(
+                f"the number of batches of {self!r} is unknown: it is endless, or filtered. Count "
+                "steps instead, or take(n) of the dataset."
+            )
+        return self.num_batches
+
+    def __bool__(self) -> bool:
+        return True  # of unknown length too
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration. Local.
@@ -257,7 +269,7 @@ def _pinned_array(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     known = _torch_dtype(dtype)
     if known is None:
         return np.empty(shape, dtype)
-    array: np.ndarray = torch.empty(shape, dtype=known, pin_memory=True).numpy()
+    array: np.ndarray = torch.empty(shape, dtype=known, device="cpu", pin_memory=True).numpy()
     return array
 
 
@@ -270,4 +282,6 @@ def _pinned(array: np.ndarray) -> Any:
     if _torch_dtype(array.dtype) is None:
         return array
     tensor = _as_tensor(array)
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True).copy_(
+        tensor
+    )

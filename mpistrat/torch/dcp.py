@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import uuid
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
@@ -70,10 +72,11 @@ class HDF5Writer(StorageWriter):
     """Storage of `torch.distributed.checkpoint.save` and ``async_save``: one HDF5 file.
 
     All ranks write their shards to it at the same time. Each tensor is one dataset of its global
-    shape, which h5ls shows. Numbers, strings and lists of them are JSON. The file is a checkpoint
-    of mpistrat: `mpistrat inspect`, `mpistrat.Checkpoint.restore` and `HDF5Reader` read it, on any
-    number of ranks. It appears under its name once it is complete and on disk. If a save fails or
-    is killed, a file that was there before is unchanged.
+    shape, which h5ls shows. Numbers, strings, NumPy arrays and lists of them are JSON. The file is
+    a checkpoint of mpistrat: `mpistrat inspect`, `mpistrat.Checkpoint.restore` and `HDF5Reader`
+    read it, on any number of ranks. It appears under its name once it is complete and on disk. If a
+    save fails or is killed, a file that was there before is unchanged, and the next save to the
+    same path removes what is left of the new one.
 
     **Local**; `torch.distributed.checkpoint.save` is **Collective** over its process group, which
     may be of any backend. All ranks must see the folder.
@@ -376,15 +379,26 @@ def _write_value(item: WriteItem, path: tuple[str | int, ...], planner: SavePlan
     data: Any = planner.resolve_data(item)
     data.seek(0)
     try:
-        value = torch.load(data, weights_only=True)
+        with torch.serialization.safe_globals(_classes_of_numpy()):
+            value = torch.load(data, weights_only=True)
     except Exception:  # torch's error for other classes has no public name
         raise TypeError(
             f"{_WHAT}: the value at {item.index.fqn!r} of the state dict is neither a tensor nor a "
-            "number, text, boolean, None, or a list, tuple or dict of these. Convert it, or leave "
-            "it out of the state dict."
+            "NumPy array, number, text, boolean, None, or a list, tuple or dict of these. Convert "
+            "it, or leave it out of the state dict."
         ) from None
     text = dump_json(json_part(value, owner, "/".join(below)))
     return WriteResult(item.index, len(text), text)
+
+
+@functools.cache
+def _classes_of_numpy() -> list[Any]:
+    """Return what a pickle of NumPy's arrays and scalars names, which torch refuses by default."""
+    dtypes = {type(np.dtype(code)) for code in "?bhilqBHILQefdgFDGUS"}
+    # Their modules have other names in NumPy 1.
+    reconstruct = np.empty(0).__reduce__()[0]
+    scalar: Any = np.float64(0).__reduce__()[0]
+    return [np.ndarray, np.dtype, reconstruct, scalar, *dtypes]
 
 
 def _like(tensors: Mapping[str, str], fqn: str, leaf: Any) -> Any:

@@ -7,7 +7,7 @@ import dataclasses
 import io
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from typing import Any
 
 import numpy as np
@@ -283,7 +283,8 @@ def _nested(reader: CheckpointReader) -> tuple[dict[str, Any], dict[str, str]]:
         owned.update(names)
         with naming_damage(reader.path, owner):
             blank = {name.removeprefix(begin): _blank(reader.variables[name]) for name in names}
-            _put(nested, owner, _with_tensors(join_state(rest, blank, {})))
+            of_file = {id(each) for each in blank.values()}
+            _put(nested, owner, _with_tensors(join_state(rest, blank, {}), of_file))
             ties |= {begin + name: begin + of for name, of in tied_paths(rest).items()}
     for name, info in reader.variables.items():
         if name not in owned:
@@ -297,14 +298,14 @@ def _blank(info: VariableInfo) -> np.ndarray:
     return np.broadcast_to(np.zeros((), info.dtype), info.shape)
 
 
-def _with_tensors(value: Any) -> Any:
-    """Return a state in which NumPy arrays are also tensors."""
-    if isinstance(value, np.ndarray):
+def _with_tensors(value: Any, of_file: Set[int]) -> Any:
+    """Return a state in which arrays that are datasets, by their id, are tensors too."""
+    if id(value) in of_file:
         dtype = tensor_dtype(value.dtype, value.dtype.name)
         return torch.empty(value.shape, dtype=dtype, device="meta")
     if isinstance(value, dict):
-        return {key: _with_tensors(item) for key, item in value.items()}
-    return list(map(_with_tensors, value)) if isinstance(value, list) else value
+        return {key: _with_tensors(item, of_file) for key, item in value.items()}
+    return [_with_tensors(each, of_file) for each in value] if isinstance(value, list) else value
 
 
 def _put(nested: dict[str, Any], path: str, value: Any) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
-import time
 import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -19,13 +18,22 @@ from torch.distributed import distributed_c10d
 
 from mpistrat import context
 from mpistrat.agreement.channel import Channel
-from mpistrat.errors import CollectiveError, CollectiveTimeoutError, LaunchError
+from mpistrat.errors import (
+    CollectiveError,
+    LaunchError,
+)
 from mpistrat.mpi.world import thread_level
 from mpistrat.strategies.mpi import MPIStrategy
 from mpistrat.system.exit_hooks import Phase, at
-from mpistrat.system.text import rank_list
 from mpistrat.torch.collectives import Operations
-from mpistrat.torch.launching import Options, check_devices, check_place, job_communicator
+from mpistrat.torch.launching import (
+    Options,
+    backend_of,
+    check_devices,
+    check_place,
+    job_communicator,
+)
+from mpistrat.torch.new_groups import wait_for_members
 from mpistrat.torch.point_to_point import Messages
 from mpistrat.torch.tensors import described, is_on_host
 from mpistrat.torch.works import GroupQueue
@@ -34,8 +42,6 @@ _logger = logging.getLogger("mpistrat")
 
 _NUM_TAGS = 32767
 """The largest tag that every MPI library supports."""
-
-_POLL_S = 0.0005
 
 
 class Group(Operations, Messages):
@@ -149,7 +155,8 @@ class Group(Operations, Messages):
         """End the group at once: operations that wait for other ranks raise. Local."""
         channel = self._collectives.channel
         if channel.closed is None:
-            channel.leave_alone("The process group was aborted", "abort of the process group")
+            what, reported = "The process group was aborted", "abort of the process group"
+            channel.leave_alone(what, reported, is_in_round=not self._queue.is_idle())
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._name!r} rank {self.rank()} of {self.size()}>"
@@ -415,7 +422,7 @@ def _communicator(opts: Any) -> MPI.Intracomm:
     # Torch passes no list for the group of all ranks.
     ranks = list(opts.global_ranks_in_group) or list(range(opts.group_size))
     check_place(ranks, opts.group_rank, opts.group_size)
-    _wait_for_members(opts, ranks)
+    wait_for_members(opts.store, opts.group_id, ranks, ranks[opts.group_rank], _limit_s(opts))
     whole = job.Get_group()
     members = whole.Incl(ranks)
     # Only the members take part. The tag keeps groups apart that are created at the same time
@@ -426,22 +433,14 @@ def _communicator(opts: Any) -> MPI.Intracomm:
     return comm
 
 
-def _wait_for_members(opts: Any, ranks: list[int]) -> None:
-    """Wait until all members are about to create the group, or raise. **Collective**."""
-    # MPI would wait without a limit for a rank that never arrives.
-    own = opts.group_rank
-    opts.store.set(f"mpistrat/{own}", "here")
-    keys = [f"mpistrat/{rank}" for rank in range(opts.group_size)]
-    limit_s, began = opts.timeout.total_seconds(), time.monotonic()
-    while not opts.store.check(keys):
-        if time.monotonic() - began > limit_s:
-            missing = [ranks[rank] for rank, key in enumerate(keys) if not opts.store.check([key])]
-            raise CollectiveTimeoutError(
-                f"{rank_list(missing)} did not come to make the process group {opts.group_id!r} "
-                f"within the timeout of {limit_s:g} s, on rank {ranks[own]}. Every member must "
-                "call new_group, in the same order."
-            )
-        time.sleep(_POLL_S)
+def _limit_s(opts: Any) -> float:
+    """Return how long to wait for members: by default as long as the world group waits."""
+    limit_s: float = opts.timeout.total_seconds()
+    if opts.timeout == distributed_c10d.default_pg_timeout and dist.is_initialized():
+        world = getattr(backend_of(dist.group.WORLD), "_collectives", None)
+        known = None if world is None else world.channel.timeout_s
+        limit_s = limit_s if known is None else min(limit_s, known)
+    return limit_s
 
 
 _open_groups: dict[str, Group] = {}

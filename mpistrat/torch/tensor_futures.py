@@ -26,7 +26,7 @@ def once_done(begun: Future[int], outputs: List[Tensor]) -> Future[List[Tensor]]
 
 def done(outputs: list[torch.Tensor]) -> torch.futures.Future[Any]:
     """Return a future that is complete."""
-    future: torch.futures.Future[Any] = torch._C.fork(lambda: outputs)  # type: ignore[attr-defined]
+    future: torch.futures.Future[Any] = torch._C.fork(lambda: outputs)
     return future
 
 

@@ -245,7 +245,7 @@ def all_reduce_sparse(call: CollectiveCall, op: Any, tensor: torch.Tensor) -> No
 
 def _gathered(call: CollectiveCall, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
     """Return the `rows` of all ranks, in rank order."""
-    joined = torch.empty((sum(counts), *rows.shape[1:]), dtype=rows.dtype)
+    joined = torch.empty((sum(counts), *rows.shape[1:]), dtype=rows.dtype, device="cpu")
     row_bytes = joined[0].numel() * joined.element_size() if len(joined) else 0
     source, target = source_of(call, rows), Operand(joined, "")
     gather_flat(call, [source.bytes], [[n * row_bytes for n in counts]], [target.bytes])

@@ -124,13 +124,13 @@ def _numpy_dtype(dtype: torch.dtype) -> np.dtype:
     try:
         return np.dtype(name)
     except TypeError:
-        return np.dtype(f"V{torch.empty(0, dtype=dtype).element_size()}")
+        return np.dtype(f"V{dtype.itemsize}")
 
 
 def joined_bytes(operands: Sequence[Operand]) -> np.ndarray:
     """Return the bytes of tensors, one tensor behind the other."""
     parts = [each.memory.reshape(-1) for each in operands]
-    return Operand(torch.cat(parts) if parts else torch.empty(0), "").bytes
+    return Operand(torch.cat(parts) if parts else torch.empty(0, device="cpu"), "").bytes
 
 
 def hand_out(whole: np.ndarray, targets: Sequence[Operand]) -> None:

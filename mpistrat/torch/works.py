@@ -231,7 +231,7 @@ class GroupQueue:
 
     def _is_at_hand(self, num_bytes: int) -> bool:
         """Return whether running an operation here is faster than passing it to the thread."""
-        return num_bytes <= _SHORT_BYTES and self._is_idle() and self._channel.all_come()
+        return num_bytes <= _SHORT_BYTES and self.is_idle() and self._channel.all_come()
 
     def _begin(self) -> bool:
         """Reserve the queue for one operation of this thread, if no operation is ahead of it."""
@@ -287,7 +287,7 @@ class GroupQueue:
             self._is_ending = True
             self._changed.notify()
             # `_end` wakes this thread, because `_is_ending` is set.
-            is_done = self._changed.wait_for(self._is_idle, _PATIENCE_S)
+            is_done = self._changed.wait_for(self.is_idle, _PATIENCE_S)
             dropped = [self._under_way, *self._waiting]
             self._waiting.clear()
         if self._failed is not None and (error := self._failed.unseen_error()) is not None:
@@ -305,5 +305,6 @@ class GroupQueue:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_PATIENCE_S)
 
-    def _is_idle(self) -> bool:
+    def is_idle(self) -> bool:
+        """Return whether no operation waits or is under way."""
         return self._busy is None and not self._waiting
