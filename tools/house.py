@@ -33,14 +33,14 @@ Graph = Mapping[str, set[str]]
 Limit = int | tuple[int, int]
 
 LIMITS: dict[str, Limit] = {
-    "files": 306,
-    "lines": 76_000,
+    "files": 308,
+    "lines": 76_400,
     "longest file, code": 400,
     "median file": (150, 240),
     "loose modules": 21,
     "exported names": 169,
     "comments, per mille": (30, 1000),
-    "private attributes of others": 140,
+    "private attributes of others": 150,
     "names in several folders": 8,
     "circles of files": 0,
     "circles of folders": 0,
@@ -50,7 +50,7 @@ LIMITS: dict[str, Limit] = {
     "restore: agreement rounds": 6,
     "write: files": 28,
     "write: agreement rounds": 3,
-    "batch: files": 16,
+    "batch: files": 12,
     "step of 4 replicas: files": 22,
 }
 """The largest value of each figure; for a pair, the smallest too."""

@@ -138,7 +138,9 @@ def use(python: str, wheel: Path) -> None:
             done = subprocess.run(
                 command, env=poor, cwd=folder, capture_output=True, text=True, timeout=90
             )
-            if done.returncode or ("doctor" in command and "compiled: yes" not in done.stdout):
+            if done.returncode or (
+                "doctor" in command and "compiled on every rank" not in done.stdout
+            ):
                 sys.exit(f"{python}: {' '.join(command)} failed:\n{done.stdout}{done.stderr}")
         print(f"{python}: doctor and the smoke test pass, alone and on 2 ranks")
 

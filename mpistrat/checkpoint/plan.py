@@ -23,6 +23,7 @@ from mpistrat.checkpoint.differences import (
 )
 from mpistrat.checkpoint.digests import digest_of_text
 from mpistrat.checkpoint.format import REPLICAS, Header, checked_path, is_storable
+from mpistrat.checkpoint.marks import marked
 from mpistrat.checkpoint.object_graph import (
     Tree,
     collectives_for,
@@ -37,7 +38,7 @@ from mpistrat.checkpoint.replica_state import (
     gather_states,
     own_states,
 )
-from mpistrat.checkpoint.state_json import SplitState, marked, split_state
+from mpistrat.checkpoint.state_json import SplitState, split_state
 from mpistrat.checkpoint.torch_hook import TensorArray, TensorState, world_strategy
 from mpistrat.checkpoint.writer import (
     BufferLifetime,

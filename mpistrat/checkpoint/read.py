@@ -24,6 +24,7 @@ import numpy as np
 
 from mpistrat.arrays import is_on_host, pieces
 from mpistrat.checkpoint.digests import check_digest
+from mpistrat.checkpoint.marks import marked, unmarked
 from mpistrat.checkpoint.raw_io import (
     BYTES_PER_PIECE,
     BYTES_WORTH_A_THREAD,
@@ -39,7 +40,6 @@ from mpistrat.checkpoint.raw_io import (
     this_worker,
 )
 from mpistrat.checkpoint.reader import CheckpointReader, naming_damage, open_checkpoint
-from mpistrat.checkpoint.state_json import marked, unmarked
 from mpistrat.checkpoint.torch_hook import LoadedShard
 from mpistrat.collectives.collectives import CollectiveCall, Collectives
 from mpistrat.collectives.operations.broadcast import broadcast, broadcast_each

@@ -34,6 +34,7 @@ from mpistrat.checkpoint.format import (
     Header,
     VariableInfo,
 )
+from mpistrat.checkpoint.marks import load_json
 from mpistrat.checkpoint.nodes import (
     TypesInFile,
     read_attribute,
@@ -42,7 +43,6 @@ from mpistrat.checkpoint.nodes import (
     read_short_text,
 )
 from mpistrat.checkpoint.raw_io import Extent, read_at, read_through
-from mpistrat.checkpoint.state_json import load_json
 from mpistrat.checkpoint.validation import (
     check_expansion,
     check_layout,

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from mpistrat.arrays import host_copy
+from mpistrat.checkpoint.marks import dump_json, load_json
 from mpistrat.checkpoint.object_graph import Stateful, split_object, state_adapter
-from mpistrat.checkpoint.state_json import SplitState, dump_json, join_state, load_json
+from mpistrat.checkpoint.state_json import SplitState, join_state
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.layout import Layout
 from mpistrat.system.text import counted

@@ -25,6 +25,7 @@ from mpistrat import hdf5
 from mpistrat.arrays import Array, host_view
 from mpistrat.checkpoint.digests import ArrayDigest, digest_of_array, digest_of_text
 from mpistrat.checkpoint.format import DIGESTS, FORMAT, REPLICAS, STATE, VARIABLES, Header
+from mpistrat.checkpoint.marks import dump_json
 from mpistrat.checkpoint.nodes import Groups, read_attribute, write_attribute, write_values
 from mpistrat.checkpoint.raw_io import (
     BYTES_WORTH_A_THREAD,
@@ -33,7 +34,6 @@ from mpistrat.checkpoint.raw_io import (
     InOrder,
     write_at,
 )
-from mpistrat.checkpoint.state_json import dump_json
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.errors import CheckpointError
 from mpistrat.mpi.world import is_started, started_world

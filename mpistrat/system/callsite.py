@@ -15,7 +15,7 @@ UNKNOWN_PLACE = "unknown place"
 _PACKAGE = os.path.abspath(sys.modules[__name__.partition(".")[0]].__path__[0]) + os.sep
 _TESTING = _PACKAGE + "testing" + os.sep
 _BESIDE = "mpistrat_torch_autoload.py"
-"""The module that is installed beside the package."""
+"""The module that is installed next to the package."""
 
 
 class CodeOwner(enum.Enum):

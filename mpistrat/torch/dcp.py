@@ -22,6 +22,7 @@ from torch.futures import Future
 
 from mpistrat import context
 from mpistrat.checkpoint.format import Header, check_path, checked_path
+from mpistrat.checkpoint.marks import dump_json, load_json
 from mpistrat.checkpoint.object_graph import check_disjoint
 from mpistrat.checkpoint.raw_io import (
     Digested,
@@ -32,7 +33,7 @@ from mpistrat.checkpoint.raw_io import (
     runs_of_ranks,
     this_worker,
 )
-from mpistrat.checkpoint.state_json import dump_json, json_part, load_json, tensor_mark
+from mpistrat.checkpoint.state_json import json_part, tensor_mark
 from mpistrat.checkpoint.torch_hook import world_strategy
 from mpistrat.checkpoint.write import Room
 from mpistrat.checkpoint.writer import (
@@ -398,7 +399,8 @@ def _classes_of_numpy() -> list[Any]:
     # Their modules have other names in NumPy 1.
     reconstruct = np.empty(0).__reduce__()[0]
     scalar: Any = np.float64(0).__reduce__()[0]
-    return [np.ndarray, np.dtype, reconstruct, scalar, *dtypes]
+    # Pickle makes no bytes, those of an empty array, by their class.
+    return [np.ndarray, np.dtype, reconstruct, scalar, bytes, *dtypes]
 
 
 def _like(tensors: Mapping[str, str], fqn: str, leaf: Any) -> Any:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.checkpoint import state_json
+from mpistrat.checkpoint import marks
 from tests.devices import array_equal
 
 
@@ -150,9 +150,9 @@ def test_a_file_names_no_other_classes():
     """Only what is a named tuple or an enum is called."""
     for name in ("os:system", "builtins:print", "subprocess:Popen", "builtins:tuple", "no:where"):
         with pytest.warns(UserWarning, match="has not imported|different fields"):
-            assert state_json.instance_of_mark({"class": name}, 3) == 3
+            assert marks.instance_of_mark({"class": name}, 3) == 3
         with pytest.warns(UserWarning, match="has not imported|different fields"):
-            made = state_json.instance_of_mark({"class": name, "fields": ["x"]}, (3,))
+            made = marks.instance_of_mark({"class": name, "fields": ["x"]}, (3,))
         assert made.x == 3
     with pytest.raises(ValueError, match="no class"):
-        state_json.instance_of_mark({"class": "os:system"}, [1])
+        marks.instance_of_mark({"class": "os:system"}, [1])

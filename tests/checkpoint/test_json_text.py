@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpistrat.checkpoint.state_json import dump_json, load_json
+from mpistrat.checkpoint.marks import dump_json, load_json
 
 keys = st.text(max_size=2) | st.sampled_from(["$float", "$dict"])
 leaves = st.none() | st.booleans() | st.integers() | st.text(max_size=3) | st.floats()

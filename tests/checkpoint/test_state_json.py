@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpistrat.checkpoint.state_json import dump_json, join_state, load_json, marked, split_state
+from mpistrat.checkpoint.marks import dump_json, load_json, marked
+from mpistrat.checkpoint.state_json import join_state, split_state
 from tests.collectives.test_dlpack import Exported, WithArray
 from tests.devices import array_equal, assert_array_equal
 

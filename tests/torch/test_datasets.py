@@ -56,10 +56,13 @@ def test_it_is_what_torch_calls_iterable_and_stateful(path):
     dataset = mst.HDF5Dataset(batches_of(path))
     assert isinstance(dataset, IterableDataset)
     assert isinstance(dataset, Stateful)
-    assert dataset.num_batches == 5
-    with pytest.raises(TypeError, match="has no len"):
-        len(dataset)
-    assert mst.HDF5Dataset(batches_of(path).repeat()).num_batches is None
+    assert dataset.num_batches == len(dataset) == 5
+    assert len(torch.utils.data.DataLoader(dataset, batch_size=None)) == 5
+    endless = mst.HDF5Dataset(batches_of(path).repeat())
+    assert endless.num_batches is None
+    assert endless
+    with pytest.raises(TypeError, match="the number of batches .* is unknown: it is endless"):
+        len(endless)
 
 
 def test_batches_are_this_ranks_part_of_the_global_ones(path):

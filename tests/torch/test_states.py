@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.checkpoint.state_json import dump_json, join_state, load_json, split_state
+from mpistrat.checkpoint.marks import dump_json, load_json
+from mpistrat.checkpoint.state_json import join_state, split_state
 from mpistrat.testing import launch
 from tests.helpers import Holder
 
