@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 import torch
@@ -22,6 +25,8 @@ _logger = logging.getLogger("mpistrat")
 
 _SHORT_BYTES = 2**20
 """Up to this size, an operation that all ranks have reached is short enough to wait for."""
+
+_ENGINE = os.path.join("torch", "autograd", "graph.py")
 
 _PATIENCE_S = 1.0
 """How long the end of the program waits for the thread."""
@@ -85,6 +90,7 @@ class Work(dist.Work):
         self.note_asked()
         if self._future is None:
             is_list = bool(self.outputs) and isinstance(self.outputs[0], torch.Tensor)
+            is_list = is_list and _is_called_by_engine(sys._getframe(1))
             if is_list and self.is_done and self.error is None:
                 self._future = tensor_futures.done(self.outputs)
                 return self._future
@@ -121,7 +127,7 @@ class Work(dist.Work):
         except BaseException:
             record.__exit__(None, None, None)
             raise
-        # The profiler sees its own thread alone, so the end is told by a future.
+        # The profiler sees its own thread alone, so a future reports the end.
         ended: torch.futures.Future[Any] = torch.futures.Future()
         record._call_end_callbacks_on_future(ended)
         self._unset.append(ended)
@@ -130,6 +136,15 @@ class Work(dist.Work):
 
     def __repr__(self) -> str:
         return f"{self.kind} at {format_place(self.place)}"
+
+
+def _is_called_by_engine(frame: FrameType | None) -> bool:
+    """Return whether C++ code has called from a backward pass, such as DDP and its own hooks.
+
+    Callbacks of Python, which may call collectives themselves, need the thread of the queue, on
+    which they run in the same order on all ranks. Those of TorchScript run on any thread.
+    """
+    return frame is None or frame.f_code.co_filename.endswith(_ENGINE)
 
 
 class GroupWork(Work):

@@ -407,8 +407,8 @@ def refused(path, state, kind, words, **options):
     [
         ({"a": {"x": object()}}, TypeError, "value at 'a.x' of the state dict is neither"),
         ({"a": {"x": torch.float32}}, TypeError, "'a' holds a dtype at 'x'"),
-        ({"a": (torch.ones(1),)}, TypeError, "'a' holds an array at '0'"),
-        ({"a": {"x": np.ones(2)}}, TypeError, "value at 'a.x'"),
+        ({"a": (torch.ones(1),)}, TypeError, "'a' holds a tensor at '0'"),
+        ({"a": {"x": np.array([b"x"])}}, TypeError, "'a' holds an array of dtype |S1 at 'x'"),
         (
             {"a": {"x": torch.ones(2).to_sparse()}},
             TypeError,
