@@ -71,11 +71,9 @@ class Operations:
         self.num_issued += 1
         work = GroupWork(kind, operation, outputs, users_place(sys._getframe(2)))
         is_async = getattr(opts, "asyncOp", True)  # torch 2.7 sets it for only a few
-        num_bytes = _num_bytes(outputs) if is_async else 0
         if torch.autograd._profiler_enabled():
-            work.show_in_profile(lambda: self._queue.add(work, is_async, num_bytes))
-        else:
-            self._queue.add(work, is_async, num_bytes)
+            work.show_in_profile()
+        self._queue.add(work, is_async, _num_bytes(outputs) if is_async else 0)
         return work
 
     @overloaded

@@ -118,22 +118,6 @@ class Work(dist.Work):
             with contextlib.suppress(IndexError):
                 self._unset.pop().set_result(None)
 
-    def show_in_profile(self, add: Callable[[], None]) -> None:
-        """Call `add`, which issues this work, and show it in torch's profile until it is done."""
-        record = torch.autograd.profiler.record_function(self.kind.replace("torch.", "mpistrat:"))
-        record.__enter__()
-        try:
-            add()
-        except BaseException:
-            record.__exit__(None, None, None)
-            raise
-        # The profiler sees its own thread alone, so a future reports the end.
-        ended: torch.futures.Future[Any] = torch.futures.Future()
-        record._call_end_callbacks_on_future(ended)
-        self._unset.append(ended)
-        if self.is_done:
-            self.complete_future()
-
     def __repr__(self) -> str:
         return f"{self.kind} at {format_place(self.place)}"
 
@@ -155,9 +139,29 @@ class GroupWork(Work):
     ) -> None:
         super().__init__(kind, outputs, place)
         self._operation: Callable[[], Any] | None = operation
+        self._record: Any = None
+        """Its event in torch's profile, and the future that ends it."""
         self._running = threading.Lock()
         # Held from the start until the operation is done: waiting means acquiring it.
         self._running.acquire()
+
+    def show_in_profile(self) -> None:
+        """Begin an event of torch's profiler, which ends with the operation."""
+        record = torch.autograd.profiler.record_function(self.kind.replace("torch.", "mpistrat:"))
+        record.__enter__()
+        # The profiler sees its own thread alone, so a future reports the end.
+        ended: torch.futures.Future[Any] = torch.futures.Future()
+        record._call_end_callbacks_on_future(ended)
+        self._record = record, ended
+
+    def _end_record(self) -> None:
+        record, self._record = self._record, None
+        if torch.autograd.profiler._is_profiler_enabled:
+            record[1].set_result(None)
+        else:
+            # The program has not waited, and its profile is gone. To end the event, or to free it,
+            # would write into it.
+            _late_records.append(record)
 
     def perform(self) -> None:
         """Run the operation on this thread, and complete the future."""
@@ -168,6 +172,8 @@ class GroupWork(Work):
                 operation()
         except BaseException as error:
             self.error = error
+        if self._record is not None:
+            self._end_record()  # before anybody who waits can end the profile
         self.is_done = True
         self._running.release()
         self.complete_future()
@@ -187,6 +193,10 @@ class GroupWork(Work):
         if self.error is not None:
             raise self.error
         return True
+
+
+_late_records: list[Any] = []
+"""Events that ended after the profile of which they are part."""
 
 
 class GroupQueue:
