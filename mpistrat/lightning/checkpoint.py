@@ -132,12 +132,14 @@ class HDF5Checkpoint(_Callback):
         super().__init__()
         if every_n_steps is not None:
             every_n_steps = as_integer("every_n_steps", every_n_steps, 1)
-        given = data if isinstance(data, Sequence) else (data,)
-        for each in given:
+        given = [*data] if isinstance(data, Sequence) else [data]
+        for number, each in enumerate(given):
+            if isinstance(dataset := getattr(each, "dataset", None), HDF5Dataset):
+                given[number] = each = dataset
             if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
                 raise TypeError(
-                    f"data must hold objects with state_dict() and load_state_dict(), not {each!r}."
-                    " Of a DataLoader, pass its mpistrat.torch.HDF5Dataset."
+                    "data must hold objects with state_dict() and load_state_dict(), not "
+                    f"{each!r}. A DataLoader of a dataset without these needs no data=."
                 )
         self.restored_path: str | None = None
         self._directory, self._max_to_keep, self._signals = directory, max_to_keep, tuple(signals)
@@ -304,9 +306,9 @@ class HDF5Checkpoint(_Callback):
         """Return how many batches of the epoch to leave out, which may be longer or shorter now."""
         batches: int = content["batches"]
         before, today = content["num_batches"], _num_batches(self._trainer)
-        if before == today or None in (before, today):
+        if today is None or before is None or before == today:
             return batches
-        there = batches * today // before
+        there: int = batches * today // before
         progress = self._trainer.fit_loop.epoch_loop.batch_progress.current
         progress.ready = progress.started = progress.processed = progress.completed = there
         if rank_and_size(_WHAT)[0] == 0:

@@ -83,9 +83,9 @@ def begin_again(fit_loop: Any, epoch: int) -> None:
     """Create the iterator over the batches of an epoch anew. Local."""
     for loader in fit_loop._combined_loader.flattened:
         batch_sampler = getattr(loader, "batch_sampler", None)
-        samplers = getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None)
-        for each in (*samplers, batch_sampler):
-            if callable(getattr(each, "set_epoch", None)):
+        inner: Any = getattr(batch_sampler, "sampler", None)
+        for each in (getattr(loader, "sampler", None), batch_sampler, inner):
+            if hasattr(each, "set_epoch"):
                 each.set_epoch(epoch)
     iter(fit_loop._data_fetcher)
 

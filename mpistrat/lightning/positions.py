@@ -44,8 +44,10 @@ class Position:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go back to where the epoch began; ValueError if the dataset is a different one."""
-        self.data.load_state_dict(state["epoch"])
         self._start, self.batches = state["epoch"], state["batches"]
+        if self.batches:
+            self.go_on(self.batches)  # a position within an epoch fits only the same dataset
+        self.go_on(0)
 
     def go_on(self, batches: int) -> bool:
         """Go to a batch of the epoch; return False if it must be reached by reading. Local."""

@@ -22,7 +22,7 @@ def load_lightning() -> Any:
     ImportError
         If none of the packages is installed.
     """
-    imported = [name for name in _PACKAGES.values() if name in sys.modules]
+    imported = [name for name in _PACKAGES.values() if sys.modules.get(name) is not None]
     installed = [name for package, name in _PACKAGES.items() if _is_installed(package)]
     for name in (*imported, *installed):
         return importlib.import_module(name)

@@ -50,8 +50,8 @@ class ResumingTrainer:
     trainer : transformers.Trainer
         The trainer, which is about to train.
     place : callable
-        Function of the numbers of updates and of batches per epoch. It returns the epoch in which
-        the training continues, and the batches of it that are left out; ``None`` if it begins.
+        Function of the number of updates per epoch. It returns the epoch in which
+        the training continues, and its updates that are left out; ``None`` if it begins.
     set_generators : callable
         Function that sets the random generators as they were at the place.
 
@@ -80,7 +80,7 @@ class ResumingTrainer:
         """Number of steps of the optimizer per epoch, once the first has begun."""
         trainer._run_epoch = self._run_epoch
 
-    def _run_epoch(self, **options: Any) -> None:
+    def _run_epoch(self, **options: Any) -> Any:
         """Run one epoch, or the rest of it; nothing if it has ended before."""
         trainer = self._trainer
         self.num_updates = options["num_update_steps_per_epoch"]
