@@ -219,8 +219,8 @@ def check_lightning() -> list[Finding]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             version = importlib.metadata.version(package)
             advice = (
-                "its Trainer() starts MPI to look for ranks, as mpi4py is installed: pass "
-                "plugins=MPIEnvironment() in jobs of mpiexec or srun, LightningEnvironment() elsewhere"
+                "as mpi4py is installed, its Trainer() starts MPI to look for ranks: pass "
+                "plugins=MPIEnvironment() under mpiexec or srun, LightningEnvironment() elsewhere"
             )
             return [Finding.ok("lightning", f"{package} {version}: {advice}")]
     return []

@@ -70,10 +70,8 @@ def test_lightning_is_not_imported_early_and_a_missing_one_is_named():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "set()\n"
     assert done.returncode == 1
-    assert (
-        "which is not installed: pip install lightning\n" in done.stderr
-        or find_spec("torch") is None
-    )
+    if find_spec("torch") is not None:
+        assert "which is not installed: pip install lightning\n" in done.stderr
 
 
 def test_older_versions_are_refused():

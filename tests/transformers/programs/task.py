@@ -1,4 +1,4 @@
-"""What the programs share: a tiny model without a download, and a trainer that may be interrupted."""
+"""What the programs share: a tiny model without a download, and a trainer that may stop."""
 
 import os
 import signal
@@ -102,13 +102,12 @@ class Training:
         )
         self.stopping = transformers.EarlyStoppingCallback(early_stopping_patience=50)
         callbacks.insert(0, self.stopping)
-        callbacks_of_default = {"callbacks": callbacks}
         self.trainer = transformers.Trainer(
             self.model,
             arguments,
             train_dataset=rows(),
             eval_dataset=rows()[:12],
-            **callbacks_of_default,
+            callbacks=callbacks,
         )
         self.trainer.remove_callback(transformers.PrinterCallback)
 
