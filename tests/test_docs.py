@@ -33,7 +33,7 @@ FAILS = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 """A program that must fail, and what the page says that it prints."""
-OPTIONAL = ("torch", "lightning", "accelerate", "jax", "optax", "autograd", "keras", "transformers")
+OPTIONAL = ("torch", "lightning", "accelerate", "jax", "optax", "autograd", "keras")
 """Packages without which the pages that import them are left out."""
 
 

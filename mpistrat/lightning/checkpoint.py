@@ -92,9 +92,9 @@ class HDF5Checkpoint(_Callback):
     Notes
     -----
     Values that ``self.log(..., on_epoch=True)`` averages over an epoch, and metrics that are not
-    in the module's ``state_dict()``, begin anew after a restore: in the epoch that was interrupted,
-    they are of the steps since then. What a hook ``on_save_checkpoint`` adds is not saved; a
-    warning names such hooks.
+    in the module's ``state_dict()``, start again after a restore: in the epoch that was
+    interrupted, they are of the steps since then. What a hook ``on_save_checkpoint`` adds is not
+    saved; a warning names such hooks.
 
     Examples
     --------
@@ -234,6 +234,8 @@ class HDF5Checkpoint(_Callback):
 
     def _check(self, content: dict[str, Any]) -> None:
         """Raise ValueError for a file of a training with more or fewer objects."""
+        if "loops" not in content:
+            raise ValueError(f"it was not saved by {_WHAT}")
         own = self._counts()
         for name, number in content["counts"].items():
             if number != own[name]:
@@ -271,7 +273,8 @@ class HDF5Checkpoint(_Callback):
         if self._files is None:
             return
         fit_loop = trainer.fit_loop
-        fit_loop._restarting = False  # it has noted where it restarts
+        if self.restored_path is not None:
+            fit_loop._restarting = False  # it has noted where it restarts
         self._check_data(fit_loop)
         content = self._resumed
         if content is None or not content["batches"]:

@@ -29,7 +29,7 @@ def progress_of(fit_loop: Any, epochs: int, batches: int, in_step: bool) -> dict
         Whether Lightning has not yet counted the last step, as in ``on_train_batch_end``.
     """
     found = fit_loop.state_dict()
-    # Counters of validation begin anew with each epoch. Positions of loaders are in `data`.
+    # Counters of validation start again with each epoch. Positions of loaders are in `data`.
     state = {name: each for name, each in found.items() if ".val_loop" not in name}
     state["state_dict"] = {}
     progress = state["epoch_loop.batch_progress"]
@@ -80,7 +80,7 @@ def forget(fit_loop: Any) -> None:
 
 
 def begin_again(fit_loop: Any, epoch: int) -> None:
-    """Create the iterator over the batches of an epoch anew. Local."""
+    """Create the iterator over the batches of an epoch again. Local."""
     for loader in fit_loop._combined_loader.flattened:
         batch_sampler = getattr(loader, "batch_sampler", None)
         inner: Any = getattr(batch_sampler, "sampler", None)

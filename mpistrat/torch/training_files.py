@@ -41,7 +41,7 @@ class SavedProgress:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Keep a content until the training begins, or raise ValueError if it does not fit."""
-        if state:  # it is empty if a restore that other objects refused is undone
+        if state:  # it is empty if a restore that other objects refused is rolled back
             self._check(state)
         self.content = state
 

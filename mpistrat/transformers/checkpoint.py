@@ -95,6 +95,7 @@ class HDF5Checkpoint(_TrainerCallback):
     ... )
     >>> saved = mpistrat.transformers.HDF5Checkpoint("runs/transformers")
     >>> trainer = transformers.Trainer(model, arguments, train_dataset=rows, callbacks=[saved])
+    >>> trainer.remove_callback(transformers.PrinterCallback)
     >>> trainer.train().global_step
     4
     >>> sorted(os.listdir("runs/transformers"))
@@ -125,7 +126,7 @@ class HDF5Checkpoint(_TrainerCallback):
         """The epoch in which the training continues, and its updates that an earlier run did."""
         self._epoch = self._updates = -1
         """The epoch, and how many of its updates have ended."""
-        self._is_due = self._is_deferred = False
+        self._is_due = self._is_deferred = self._has_ended = False
         self._now = own_states()
         """The random generators after the last step, or the evaluation that followed it."""
 
@@ -142,7 +143,7 @@ class HDF5Checkpoint(_TrainerCallback):
         )
         if trainer.is_deepspeed_enabled:
             raise NotImplementedError(
-                "HDF5Checkpoint cannot save the optimizer of DeepSpeed. Use DDP or FSDP2, or the "
+                "HDF5Checkpoint cannot save the optimizer of DeepSpeed. Use DDP, or the "
                 "checkpoints of the trainer."
             )
         self._trainer = trainer
@@ -158,7 +159,7 @@ class HDF5Checkpoint(_TrainerCallback):
             "scaler": scaler,
             "training": self._progress,
         }
-        self._epochs = ResumingTrainer(trainer, self._begin, self._set_generators)
+        self._epochs = ResumingTrainer(trainer, self._begin, self._set_generators, self._close)
         # Before the restore, so that a signal does not end the program meanwhile.
         self._files = TrainingFiles(
             {name: each for name, each in found.items() if each is not None},
@@ -325,4 +326,4 @@ class HDF5Checkpoint(_TrainerCallback):
 def _check(content: dict[str, Any]) -> None:
     """Raise ValueError for a file of a different kind of training."""
     if "num_updates" not in content:
-        raise ValueError("it was not saved by mpistrat.transformers.HDF5Checkpoint")
+        raise ValueError(f"it was not saved by {_WHAT}")

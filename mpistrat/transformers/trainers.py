@@ -54,6 +54,8 @@ class ResumingTrainer:
         the training continues, and its updates that are left out; ``None`` if it begins.
     set_generators : callable
         Function that sets the random generators as they were at the place.
+    on_error : callable
+        Function that is called if an epoch ends by an exception.
 
     Raises
     ------
@@ -66,6 +68,7 @@ class ResumingTrainer:
         trainer: Any,
         place: Callable[[int], tuple[int, int] | None],
         set_generators: Callable[[], None],
+        on_error: Callable[[], None],
     ) -> None:
         if not (hasattr(trainer, "_run_epoch") and hasattr(trainer, "_load_rng_state")):
             version = load_transformers().__version__
@@ -75,12 +78,20 @@ class ResumingTrainer:
                 'pip install "transformers>=5"'
             )
         self._trainer, self._place, self._set_generators = trainer, place, set_generators
-        self._original = trainer._run_epoch
+        self._original, self._on_error = trainer._run_epoch, on_error
         self.num_updates = 0
         """Number of steps of the optimizer per epoch, once the first has begun."""
         trainer._run_epoch = self._run_epoch
 
     def _run_epoch(self, **options: Any) -> Any:
+        """Run an epoch as `_run_rest` does."""
+        try:
+            return self._run_rest(**options)
+        except Exception:  # not the end of a preempted job
+            self._on_error()
+            raise
+
+    def _run_rest(self, **options: Any) -> Any:
         """Run one epoch, or the rest of it; nothing if it has ended before."""
         trainer = self._trainer
         self.num_updates = options["num_update_steps_per_epoch"]
@@ -89,8 +100,8 @@ class ResumingTrainer:
             return self._original(**options)
         if options.get("resume_from_checkpoint") is not None:
             raise ValueError(
-                "train got resume_from_checkpoint, but HDF5Checkpoint has restored a file of its "
-                "own. Leave one of them out."
+                "train got resume_from_checkpoint, but HDF5Checkpoint has restored a file too. "
+                "Leave one of them out."
             )
         epoch, updates = place
         state = trainer.state

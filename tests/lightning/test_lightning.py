@@ -1,5 +1,6 @@
 """Lightning's trainer learns over MPI what it learns over gloo, and resumes from HDF5 files."""
 
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -10,6 +11,7 @@ import pytest
 
 from mpistrat.lightning.requirements import check_version
 from mpistrat.testing import launch
+from tests import ROOT
 from tests.torch import torchrun
 
 pytestmark = [pytest.mark.launches, pytest.mark.timeout(300)]
@@ -58,6 +60,23 @@ def test_killed_and_preempted_jobs_resume_on_other_numbers_of_ranks(tmp_path):
     assert preempted.returncode == 75, preempted.stdout + preempted.stderr
     assert "resumed from checkpoint-16.h5" in succeeded(run("resumed", folder, path, ranks=1))
     assert not [each for each in folder.iterdir() if not each.name.startswith("checkpoint-")]
+
+
+@needs_lightning
+def test_the_programs_of_the_page_and_the_docstrings_run(tmp_path):
+    if find_spec("transformers") is None or find_spec("accelerate") is None:
+        pytest.skip("needs transformers and accelerate")
+    page = (ROOT / "docs" / "howto" / "lightning-transformers.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    (tmp_path / "train.py").write_text("\n".join(blocks))
+    succeeded(launch.run(["-W", "ignore", "train.py"], 2, 150, cwd=tmp_path))
+    examples = tmp_path / "examples"
+    examples.mkdir()
+    done = launch.run(["-W", "ignore", PROGRAM.with_name("examples.py")], None, 150, cwd=examples)
+    assert succeeded(done).endswith("is done\n")
+    for name, steps in (("lightning", (10, 20, 30, 40)), ("transformers", (8,))):
+        found = {each.name for each in (tmp_path / "runs" / name).iterdir()}
+        assert found == {f"checkpoint-{step}.h5" for step in steps}
 
 
 def test_lightning_is_not_imported_early_and_a_missing_one_is_named():
