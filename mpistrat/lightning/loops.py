@@ -83,8 +83,8 @@ def begin_again(fit_loop: Any, epoch: int) -> None:
     """Create the iterator over the batches of an epoch again. Local."""
     for loader in fit_loop._combined_loader.flattened:
         batch_sampler = getattr(loader, "batch_sampler", None)
-        inner: Any = getattr(batch_sampler, "sampler", None)
-        for each in (getattr(loader, "sampler", None), batch_sampler, inner):
+        samplers: list[Any] = [getattr(each, "sampler", None) for each in (loader, batch_sampler)]
+        for each in [*samplers, batch_sampler]:
             if hasattr(each, "set_epoch"):
                 each.set_epoch(epoch)
     iter(fit_loop._data_fetcher)
