@@ -76,6 +76,7 @@ def main():
         num_train_epochs=args.epochs,
         learning_rate=3e-3,
         dataloader_drop_last=True,  # so that an epoch is as long on any number of ranks
+        average_tokens_across_devices=False,  # the loss is a mean over images
         ddp_find_unused_parameters=False,
         seed=args.seed,
         save_strategy="no",

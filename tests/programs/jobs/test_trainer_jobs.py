@@ -13,6 +13,8 @@ pytestmark = [pytest.mark.launches, pytest.mark.timeout(300)]
 
 JOBS = {"lightning": ("lightning",), "transformers": ("transformers", "accelerate")}
 """Names of the jobs, and the packages that they need."""
+LEARNT = {"lightning": 0.85, "transformers": 0.5}
+"""Accuracies after four epochs."""
 
 
 def train(name, digits, output, ranks, epochs):
@@ -33,7 +35,7 @@ def test_it_learns_and_resumes_on_a_different_number_of_ranks(name, digits, tmp_
         if find_spec(package) is None:
             pytest.skip(f"needs the package {package}")
     first = train(name, digits, tmp_path / "first", ranks=2, epochs=4)
-    assert accuracy(first) > 0.85
+    assert accuracy(first) > LEARNT[name]
     files = sorted(
         (each for each in (tmp_path / "first").iterdir() if each.suffix == ".h5"),
         key=lambda each: int(each.stem.partition("-")[2]),

@@ -140,6 +140,8 @@ def chained(folder, *others):
         options={"every_n_steps": 5},
         optim="sgd",
         learning_rate=0.1,
+        # Otherwise the mean over examples is multiplied by the number of ranks, as if over tokens.
+        average_tokens_across_devices=False,
     )
 
 
