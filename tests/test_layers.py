@@ -22,6 +22,7 @@ PACKAGES = {
     "torch": {"pytorch.py", "torch/", "keras/"},
     "keras": {"keras/"},
     "lightning": {"lightning/"},
+    "pytorch_lightning": {"lightning/"},
     "transformers": {"transformers/"},
     "xxhash": {"system/xxh3.py"},
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from importlib.util import find_spec
 from typing import Any
@@ -25,7 +24,13 @@ def load_lightning() -> Any:
     imported = [name for name in _PACKAGES.values() if sys.modules.get(name) is not None]
     installed = [name for package, name in _PACKAGES.items() if _is_installed(package)]
     for name in (*imported, *installed):
-        return importlib.import_module(name)
+        if name == "pytorch_lightning":
+            import pytorch_lightning
+
+            return pytorch_lightning
+        import lightning.pytorch
+
+        return lightning.pytorch
     raise ImportError(
         "mpistrat.lightning needs Lightning, which is not installed: pip install lightning"
     )
