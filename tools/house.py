@@ -33,12 +33,12 @@ Graph = Mapping[str, set[str]]
 Limit = int | tuple[int, int]
 
 LIMITS: dict[str, Limit] = {
-    "files": 306,
-    "lines": 76_000,
+    "files": 316,
+    "lines": 76_800,
     "longest file, code": 400,
     "median file": (150, 240),
     "loose modules": 21,
-    "exported names": 169,
+    "exported names": 170,
     "comments, per mille": (30, 1000),
     "private attributes of others": 140,
     "names in several folders": 8,

@@ -148,8 +148,6 @@ class HDF5Checkpoint(_Callback):
         self._trainer: Any = None
         self._files: TrainingFiles | None = None
         self._progress: SavedProgress
-        self._handlers: dict[Any, Any] = {}
-        """The handlers of signals before `fit`."""
         self._resumed: dict[str, Any] | None = None
         """The progress in the file, until the training has continued there."""
         self._step = 0
@@ -186,7 +184,6 @@ class HDF5Checkpoint(_Callback):
         }
         self._progress = SavedProgress(self._check)
         numbers = [signal.Signals(int(each)) for each in self._signals]
-        self._handlers = {each: signal.getsignal(each) for each in numbers}
         for each in self._data:
             each.begin_epoch()
         # Before the restore, so that a signal does not end the program meanwhile.
@@ -275,7 +272,7 @@ class HDF5Checkpoint(_Callback):
         fit_loop = trainer.fit_loop
         if self.restored_path is not None:
             fit_loop._restarting = False  # it has noted where it restarts
-        self._check_data(fit_loop)
+        self._check_data()
         content = self._resumed
         if content is None or not content["batches"]:
             return
@@ -284,16 +281,16 @@ class HDF5Checkpoint(_Callback):
         must_read = True
         if self._data or not self._epoch_began_with_fit:
             self._go_back(content["random_of_epoch"])
-            must_read = not self._go_on(fit_loop, batches)
-            loops.begin_again(fit_loop, fit_loop.epoch_progress.current.processed)
-        loops.skip(fit_loop, batches if must_read else 0)
+            must_read = not self._go_on(batches)
+            loops.begin_again(trainer)
+        loops.skip(trainer, batches if must_read else 0)
         for each in self._data:
             each.batches = batches
         self._go_back(content["random"])
 
-    def _go_on(self, fit_loop: Any, batches: int) -> bool:
+    def _go_on(self, batches: int) -> bool:
         """Let data begin with a batch of the epoch; return False if it begins with the first."""
-        if len(fit_loop._combined_loader.flattened) == len(self._data) == 1:
+        if len(loops.loaders_of(self._trainer)) == len(self._data) == 1:
             return self._data[0].go_on(batches)
         # A loader that is shorter than others begins again within the epoch.
         for each in self._data:
@@ -323,9 +320,9 @@ class HDF5Checkpoint(_Callback):
             )
         return there
 
-    def _check_data(self, fit_loop: Any) -> None:
+    def _check_data(self) -> None:
         """Raise for data whose position would not fit, or warn if it is not saved."""
-        used = datasets_of(fit_loop._combined_loader.flattened)
+        used = datasets_of(loops.loaders_of(self._trainer))
         given = [each.data for each in self._data]
         for each in given:
             if not any(each is other for other in used):
@@ -350,9 +347,8 @@ class HDF5Checkpoint(_Callback):
             self._go_back(content["random"])
             for each in self._data:
                 each.go_on(0)
-            epoch = trainer.fit_loop.epoch_progress.current.processed
             self._of_epoch, self._epoch_began_with_fit = own_states(), False
-            loops.begin_again(trainer.fit_loop, epoch)
+            loops.begin_again(trainer)
             self._has_begun = True
             return
         if not self._has_begun:
@@ -385,18 +381,16 @@ class HDF5Checkpoint(_Callback):
             return  # gradients that are accumulated are not saved
         self._now = own_states()
         fit_loop = trainer.fit_loop
-        epoch_loop = fit_loop.epoch_loop
         if passes_multiple(before, self._step, self._every_n_steps):
             self._is_due = True
-        ends_epoch = epoch_loop._num_ready_batches_reached()
         # What follows the step belongs to it.
         hook = type(pl_module).on_train_batch_end.__qualname__
         self._is_deferred = (
-            ends_epoch
+            loops.ends_epoch(fit_loop)
             or not hook.startswith("ModelHooks.")
-            or epoch_loop._should_check_val_fx(fit_loop._data_fetcher)
+            or loops.may_validate_now(trainer)
         )
-        batches = epoch_loop.batch_progress.current.ready
+        batches = fit_loop.epoch_loop.batch_progress.current.ready
         for each in self._data:
             each.batches = batches
         if not self._is_deferred:
@@ -416,7 +410,7 @@ class HDF5Checkpoint(_Callback):
         epochs = fit_loop.epoch_progress.current.processed
         progress = fit_loop.epoch_loop.batch_progress.current
         # `max_steps` may end the training within an epoch, which then counts as one that has ended.
-        is_whole = fit_loop.epoch_loop._num_ready_batches_reached() or not progress.completed
+        is_whole = loops.ends_epoch(fit_loop) or not progress.completed
         self._is_due = True
         if is_whole:
             for each in self._data:
@@ -472,7 +466,7 @@ class HDF5Checkpoint(_Callback):
         if self._trainer is not None:
             loops.forget(self._trainer.fit_loop)
         if self._files is not None and not keeps_signals:
-            loops.forget_signals(self._trainer, self._handlers)
+            loops.forget_signals(self._trainer)
             self._files.close()
         self._files = self._trainer = self._resumed = None
 

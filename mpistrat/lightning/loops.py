@@ -8,8 +8,11 @@ of ``ReduceLROnPlateau``, which follows the validation.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
+
+from mpistrat import nests
 
 _COUNTERS = ("ready", "started", "processed", "completed")
 
@@ -79,20 +82,49 @@ def forget(fit_loop: Any) -> None:
     vars(fit_loop.epoch_loop.batch_progress).pop("reset_on_run", None)
 
 
-def begin_again(fit_loop: Any, epoch: int) -> None:
-    """Create the iterator over the batches of an epoch again. Local."""
-    for loader in fit_loop._combined_loader.flattened:
+def loaders_of(trainer: Any) -> list[Any]:
+    """Return the loaders of `fit`, as Lightning has prepared them. Local."""
+    loaders, _ = nests.flatten(trainer.train_dataloader)
+    return loaders
+
+
+def ends_epoch(fit_loop: Any) -> bool:
+    """Return whether the batch that was taken last ends its epoch. Local."""
+    progress = fit_loop.epoch_loop.batch_progress
+    return bool(progress.is_last_batch or progress.current.ready == fit_loop.max_batches)
+
+
+def may_validate_now(trainer: Any) -> bool:
+    """Return whether validation may follow the step that ends now, within an epoch. Local."""
+    every = trainer.val_check_batch
+    if not trainer.enable_validation or trainer.should_stop:
+        return bool(trainer.should_stop)
+    if every is None:  # it depends on the time
+        return True
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    count = progress.current if trainer.check_val_every_n_epoch is not None else progress.total
+    return math.isfinite(every) and count.ready % every == 0
+
+
+def _fetcher(trainer: Any) -> Any:
+    return trainer.fit_loop._data_fetcher
+
+
+def begin_again(trainer: Any) -> None:
+    """Create the iterator over the batches of the epoch again. Local."""
+    epoch = trainer.fit_loop.epoch_progress.current.processed
+    for loader in loaders_of(trainer):
         batch_sampler = getattr(loader, "batch_sampler", None)
         samplers: list[Any] = [getattr(each, "sampler", None) for each in (loader, batch_sampler)]
         for each in [*samplers, batch_sampler]:
             if hasattr(each, "set_epoch"):
                 each.set_epoch(epoch)
-    iter(fit_loop._data_fetcher)
+    iter(_fetcher(trainer))
 
 
-def skip(fit_loop: Any, batches: int) -> None:
+def skip(trainer: Any, batches: int) -> None:
     """Take batches that an earlier run has trained on. Local."""
-    fetcher = fit_loop._data_fetcher
+    fetcher = _fetcher(trainer)
     if hasattr(fetcher, "iterator_wrapper"):
         raise NotImplementedError(
             "HDF5Checkpoint cannot resume within an epoch if training_step takes dataloader_iter. "
@@ -103,13 +135,17 @@ def skip(fit_loop: Any, batches: int) -> None:
     fetcher.fetched = 0  # Lightning adds the number of batches itself
 
 
+def _signals(trainer: Any) -> Any:
+    return trainer._signal_connector
+
+
 def keep_signals(trainer: Any, install: Callable[[], None]) -> None:
     """Let `install` run after Lightning has installed its handlers of signals. Local.
 
     Lightning's handler of SIGTERM calls a collective inside of the handler, and ends the training
     without a file.
     """
-    connector = trainer._signal_connector
+    connector = _signals(trainer)
     original = connector.register_signal_handlers
 
     def register() -> None:
@@ -120,10 +156,8 @@ def keep_signals(trainer: Any, install: Callable[[], None]) -> None:
     connector.register_signal_handlers = register
 
 
-def forget_signals(trainer: Any, handlers: dict[Any, Any]) -> None:
-    """Let Lightning leave these handlers as they are when it ends. Local."""
-    connector = trainer._signal_connector
+def forget_signals(trainer: Any) -> None:
+    """Let Lightning install no handlers, also not those that it found, when it ends. Local."""
+    connector = _signals(trainer)
     vars(connector).pop("register_signal_handlers", None)
-    for number in handlers:
-        if number in connector._original_handlers:
-            connector._original_handlers[number] = handlers[number]
+    connector.teardown()

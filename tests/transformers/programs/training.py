@@ -43,12 +43,12 @@ def interrupted(folder):
     }
     results = {}
     for name, steps, options in (
-        ("plain", (1, 5, STEPS, 11, EPOCHS * STEPS), {}),
+        ("plain", (1, 5, STEPS, EPOCHS * STEPS, 11), {}),
         ("accumulated", (8,), accumulated),
         ("limited", (7,), {"max_steps": 15}),
     ):
         whole = results[name] = Training(shared_folder(folder, name), **options).train()
-        for step in steps:
+        for step in steps if "WORLD_SIZE" not in os.environ else steps[-1:]:
             place = shared_folder(folder, f"{name}-{step}")
             first = Training(place, At(step, lambda: end("term")), **options)
             assert exit_code(first) == 75
