@@ -33,6 +33,10 @@ CLASSES = {
     if inspect.isclass(getattr(module, name))
 }
 HAS_TORCH = importlib.util.find_spec("torch") is not None
+HAS_LIGHTNING, HAS_TRANSFORMERS = (
+    HAS_TORCH and importlib.util.find_spec(name) is not None
+    for name in ("lightning", "transformers")
+)
 HAS_KERAS = HAS_TORCH and importlib.util.find_spec("keras") is not None
 os.environ["KERAS_BACKEND"] = "torch"
 if not HAS_KERAS:  # its names are imported with a stand-in for it
@@ -74,7 +78,12 @@ autodoc_type_aliases = {
     "npt.ArrayLike": "numpy.typing.ArrayLike",
     "npt.DTypeLike": "numpy.typing.DTypeLike",
 }
-autodoc_mock_imports = [*([] if HAS_TORCH else ["torch"]), *([] if HAS_KERAS else ["keras"])]
+autodoc_mock_imports = [
+    *([] if HAS_TORCH else ["torch"]),
+    *([] if HAS_KERAS else ["keras"]),
+    *([] if HAS_LIGHTNING else ["lightning"]),
+    *([] if HAS_TRANSFORMERS else ["transformers"]),
+]
 toc_object_entries_show_parents = "hide"
 maximum_signature_line_length = 88
 python_display_short_literal_types = True

@@ -150,7 +150,9 @@ def modules_with_a_page():
     )
 
 
-OF_FRAMEWORKS = ("mpistrat.torch.", "mpistrat.keras.")
+OF_FRAMEWORKS = tuple(
+    f"mpistrat.{each}." for each in ("torch", "keras", "lightning", "transformers")
+)
 
 
 def test_every_public_name_has_an_entry_in_the_reference():
@@ -172,6 +174,13 @@ def test_the_reference_has_the_public_names_for_keras():
     keras = pytest.importorskip("mpistrat.keras")
     found = {name for name in documented_names() if name.startswith("mpistrat.keras.")}
     assert found == {f"mpistrat.keras.{name}" for name in keras.__all__}
+
+
+@pytest.mark.parametrize("name", ["lightning", "transformers"])
+def test_the_reference_has_the_public_names_for_trainers(name):
+    module = importlib.import_module(f"mpistrat.{name}")
+    found = {each for each in documented_names() if each.startswith(f"mpistrat.{name}.")}
+    assert found == {f"mpistrat.{name}.{each}" for each in module.__all__}
 
 
 def test_every_setting_is_in_the_table():

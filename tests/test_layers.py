@@ -21,6 +21,9 @@ PACKAGES = {
     "optree": {"nests.py"},
     "torch": {"pytorch.py", "torch/", "keras/"},
     "keras": {"keras/"},
+    "lightning": {"lightning/"},
+    "pytorch_lightning": {"lightning/"},
+    "transformers": {"transformers/"},
     "xxhash": {"system/xxh3.py"},
 }
 NAMES = {
@@ -114,7 +117,8 @@ def public_modules():
     """Return the modules whose `__all__` is a part of the public interface."""
     inner = {f"{PACKAGE.name}.{name}" for name in exported_names(PACKAGE.name)} & MODULES.keys()
     deeper = {f"{name}.{each}" for name in inner for each in exported_names(name)}
-    outer = {PACKAGE.name, f"{PACKAGE.name}.torch", f"{PACKAGE.name}.keras"}
+    frameworks = ("torch", "keras", "lightning", "transformers")
+    outer = {PACKAGE.name, *(f"{PACKAGE.name}.{each}" for each in frameworks)}
     return outer | inner | (deeper & MODULES.keys())
 
 

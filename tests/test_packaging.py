@@ -181,7 +181,7 @@ def test_the_metadata_is_that_of_pyproject(dist):
     assert names("cuda13x") - names("") == {"cupy-cuda13x", "nvidia-nccl-cu13"}
     assert names("cuda12x") - names("") == {"cupy-cuda12x", "nvidia-nccl-cu12"}
     assert names("mpich") - names("") == {"mpich"}
-    assert {"torch", "lightning", "accelerate"} <= names("jobs-torch")
+    assert {"torch", "lightning", "accelerate", "transformers"} <= names("jobs-torch")
 
 
 @pytest.mark.launches

@@ -33,12 +33,12 @@ Graph = Mapping[str, set[str]]
 Limit = int | tuple[int, int]
 
 LIMITS: dict[str, Limit] = {
-    "files": 308,
-    "lines": 76_400,
+    "files": 318,
+    "lines": 77_400,
     "longest file, code": 400,
     "median file": (150, 240),
     "loose modules": 21,
-    "exported names": 169,
+    "exported names": 170,
     "comments, per mille": (30, 1000),
     "private attributes of others": 150,
     "names in several folders": 8,

@@ -49,19 +49,27 @@ def _describe_disagreement(reports: Mapping[int, dict[str, Any]]) -> str:
     num_before, num_now = (
         len({str(report[name]) for report in reports.values()}) for name in ("batches", "batch")
     )
-    structures: dict[str, set[str]] = {}
-    for report in reports.values():
-        structures.setdefault(_kind(report), set()).add(report.get("structure", ""))
     groups: dict[tuple[str, str], list[int]] = {}
-    for rank, report in reports.items():
-        call = report["what"]
-        if len(structures[_kind(report)]) > 1 and report.get("structure"):
-            call += f" structured as {report['structure']}"
+    calls = calls_with_structures([*reports.values()])
+    for (rank, report), call in zip(reports.items(), calls, strict=True):
         place = _place(report, counters_differ, has_runs, num_before > num_now == 1)
         if report["ended"]:
             call, place = f"{call} at {place}", ""
         groups.setdefault((call, place), []).append(rank)
     return "\n".join(_table(groups) + _remedy(reports))
+
+
+def calls_with_structures(reports: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the call of each report, with its structure where calls of one kind differ in it."""
+    structures: dict[str, set[str]] = {}
+    for report in reports:
+        structures.setdefault(_kind(report), set()).add(report.get("structure", ""))
+    return [
+        f"{report['what']} structured as {report['structure']}"
+        if len(structures[_kind(report)]) > 1 and report.get("structure")
+        else report["what"]
+        for report in reports
+    ]
 
 
 def _table(groups: Mapping[tuple[str, str], list[int]]) -> list[str]:

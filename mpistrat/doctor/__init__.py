@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mpistrat.arrays import Device
-from mpistrat.doctor.facts import Finding, Level, RankFacts, collect_facts
+from mpistrat.doctor.facts import Finding, Level, RankFacts, check_lightning, collect_facts
 from mpistrat.doctor.hardware import (
     check_bandwidth,
     check_blas_threads,
@@ -70,7 +70,7 @@ def examine(folder: str) -> Report | None:
     own = collect_facts(world, begun.library, begun.launcher)
     facts: list[RankFacts] = world.comm.allgather(own) if world else [own]
     findings = [*begun.findings, _check_settings()]
-    findings += [_check_software(facts), _check_kernels(facts)]
+    findings += [_check_software(facts), *check_lightning(), _check_kernels(facts)]
     if world is not None:
         findings.append(_check_tolerance(world))
     cores = check_cores(facts)

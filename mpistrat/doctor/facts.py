@@ -211,3 +211,16 @@ def _count(text: str) -> int:
     if text.isdecimal() and "," not in text:
         return int(text)
     return len([part for part in text.split(",") if part.strip()])
+
+
+def check_lightning() -> list[Finding]:
+    """Return what a user of Lightning must know about MPI; nothing if it is not installed."""
+    for package in ("lightning", "pytorch-lightning"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            version = importlib.metadata.version(package)
+            advice = (
+                "as mpi4py is installed, its Trainer() starts MPI to look for ranks: pass "
+                "plugins=MPIEnvironment() under mpiexec or srun, LightningEnvironment() elsewhere"
+            )
+            return [Finding.ok("lightning", f"{package} {version}: {advice}")]
+    return []

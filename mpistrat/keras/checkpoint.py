@@ -15,16 +15,12 @@ import keras
 from mpistrat.arguments import as_integer
 from mpistrat.checkpoint.checkpoint import Checkpoint
 from mpistrat.checkpoint.preemption import PreemptionCheckpointHandler
+from mpistrat.checkpoint.prepared import PreparedManager
 from mpistrat.keras.askers import epoch_iterator, training_data
 from mpistrat.keras.datasets import HDF5Dataset, end_at_once
 from mpistrat.keras.ranks import rank_and_size
 from mpistrat.keras.replicas import Replicas
-from mpistrat.keras.saved_training import (
-    CallbackStates,
-    PreparedManager,
-    SavedTraining,
-    restore_metrics,
-)
+from mpistrat.keras.saved_training import CallbackStates, SavedTraining, restore_metrics
 
 _logger = logging.getLogger("mpistrat")
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpistrat.checkpoint.manager import CheckpointManager
 from mpistrat.keras.ranks import gather, rank_and_size, sums_of
 from mpistrat.keras.training import Training
 
@@ -140,25 +139,3 @@ def _simple_attributes(callback: Any) -> dict[str, Any]:
         if isinstance(value, _SIMPLE):
             found[name] = value
     return found
-
-
-class PreparedManager(CheckpointManager):
-    """A manager that calls a function before each save.
-
-    Parameters
-    ----------
-    prepare : callable
-        Function without arguments; may be collective.
-    *arguments, **options
-        The arguments of `CheckpointManager`.
-    """
-
-    def __init__(self, prepare: Any, *arguments: Any, **options: Any) -> None:
-        self._prepare = prepare
-        super().__init__(*arguments, **options)
-
-    def save(self, step: int | None = None) -> str:
-        """Prepare, and save as a `CheckpointManager`. **Collective**."""
-        self._prepare()
-        path: str = super().save(step)
-        return path

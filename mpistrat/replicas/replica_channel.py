@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from mpistrat.agreement.channel import Channel
-from mpistrat.agreement.disagreement import disagreement_error
+from mpistrat.agreement.disagreement import calls_with_structures, disagreement_error
 from mpistrat.agreement.ledger import Outcome, Status, digest_of
 from mpistrat.collectives.reduction import Row
 from mpistrat.errors import CollectiveError
@@ -219,13 +219,15 @@ class ReplicaChannel(Channel):
 def _report_of_rank(ranks: Channel, reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the report of a rank from the `reports` of its replicas."""
     lines: dict[tuple[str, str], list[int]] = {}
-    for report in reports:
-        lines.setdefault((report["what"], report["site"]), []).append(report["replica"])
+    for report, call in zip(reports, calls_with_structures(reports), strict=True):
+        lines.setdefault((call, report["site"]), []).append(report["replica"])
     (what, site) = next(reversed(lines))
     cause = any(report["cause"] for report in reports) or len(lines) > 1
     if len(lines) > 1:
         what, site = _joined([(_at(w, which), s, which) for (w, s), which in lines.items()])
     own = ranks.report(what, site, cause=cause)
+    if len(lines) == 1:  # the ranks may differ in it
+        own["structure"] = reports[0].get("structure", "")
     verdicts = {str(report.get("verdict")): report.get("verdict") for report in reports}
     if len(verdicts) == 1 and None not in verdicts.values():
         own["verdict"] = reports[0]["verdict"]

@@ -7,13 +7,22 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
 
 from mpistrat.cuda_awareness import Answer, CudaAwareness
 from mpistrat.doctor import Report, _check_software, guard
-from mpistrat.doctor.facts import Finding, Level, RankFacts, count_allocated_gpus, mpi_libraries
+from mpistrat.doctor.facts import (
+    Finding,
+    Level,
+    RankFacts,
+    check_lightning,
+    count_allocated_gpus,
+    mpi_libraries,
+)
 from mpistrat.doctor.hardware import (
     CudaFacts,
     Speed,
@@ -35,6 +44,7 @@ NUM_CORES = len(os.sched_getaffinity(0))
 TOPICS = {
     *("mpi", "launcher", "settings", "software", "cores", "blas", "gpus", "nccl"),
     *("cuda-aware", "hdf5", "folder", "bandwidth", "compiled kernels", "lost ranks"),
+    *(("lightning",) if find_spec("lightning") is not None else ()),
 }
 # The ranks of the tests may not share cores in silence.
 STRICT = {"MPISTRAT_OVERSUBSCRIBE": "off", "CUDA_VISIBLE_DEVICES": ""}
@@ -405,6 +415,21 @@ def test_folders(tmp_path, monkeypatch):
     monkeypatch.delenv("HDF5_USE_FILE_LOCKING")
     assert "a second lock is granted" in check(tmp_path).seen
     assert sorted(each.name for each in tmp_path.iterdir()) == ["file", "readonly"]
+
+
+def test_a_user_of_lightning_is_told_that_it_asks_mpi(monkeypatch):
+    monkeypatch.setattr("importlib.metadata.version", lambda package: "2.6.6")
+    (found,) = check_lightning()
+    assert found.level is Level.OK
+    assert found.seen.startswith("lightning 2.6.6: as mpi4py is installed, its Trainer() starts")
+    for environment in ("MPIEnvironment()", "LightningEnvironment()"):
+        assert environment in found.seen
+
+    def missing(package):
+        raise PackageNotFoundError(package)
+
+    monkeypatch.setattr("importlib.metadata.version", missing)
+    assert check_lightning() == []
 
 
 def test_software_that_differs_is_named():
