@@ -118,7 +118,7 @@ SENTENCES = (
     Sentence("docs/why.md", "at about {gzip, h5py %} % of the rate of file order"),
     Sentence("docs/why.md", "at {gzip, 1 rank} to {gzip, 2 ranks} times the rate of file order"),
     Sentence("docs/concepts/collectives.md", "it takes about {us per call} µs"),
-    Sentence("docs/coming-from/mpi4py.md", "is about {us per call} µs per call"),
+    Sentence("docs/coming-from/mpi4py.md", "costs about {us per call} µs per call"),
     Sentence(
         "docs/coming-from/hdf5.md",
         "{gzip, 1 rank} to {gzip, 2 ranks} times the rate of h5py reading",
