@@ -143,7 +143,7 @@ def _curves(
     d.text(x + 8, chart.top + 12, f"SIGKILL after epoch {killed}", size=13, colour=p.red)
     chart.label(points[killed // 2], f"{before} ranks", p.blue, bold=True, shift=(2, -12))
     middle = points[(killed + len(points)) // 2]
-    chart.label(middle, f"--resume on {after} ranks", p.green, bold=True, shift=(-78, -18))
+    chart.label(middle, f"--resume on {after} ranks", p.green, bold=True, shift=(-74, -24))
     gap = max(abs(a - b) / a for a, b in zip(whole, resumed, strict=True))
     equal = "equal to 5 digits" if gap < 1e-5 else f"within {gap:.1g} of it"
     left, top = legend
