@@ -3,7 +3,7 @@
     mpiexec -n 2 python jobs/embedding.py --data data/ratings.h5 --output runs/embedding
 
 A rank holds at most `--rows-per-rank` rows of a table: more rows need more ranks, so the tables
-may be larger than the memory of one. Ratings are the data sets `user`, `item` and `rating`; an
+may be larger than the memory of one. Ratings are the datasets `user`, `item` and `rating`; an
 absent file is made. All ranks write a checkpoint after each epoch. The same command resumes from
 it, on any number of ranks that have room for the tables.
 """

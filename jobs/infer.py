@@ -63,7 +63,7 @@ def find_spots(xp, images, threshold):
 
 
 def append(dataset, rows):
-    """Add rows at the end of an HDF5 data set."""
+    """Add rows at the end of an HDF5 dataset."""
     dataset.resize(len(dataset) + len(rows), axis=0)
     dataset[len(dataset) - len(rows) :] = rows
 

@@ -2,7 +2,7 @@
 
     mpiexec -n 4 python jobs/kmeans.py --data data/table.h5 --output runs/kmeans
 
-The table is the data set `points`, one row per point; an absent file is made. After each iteration
+The table is the dataset `points`, one row per point; an absent file is made. After each iteration
 the centres are saved to a checkpoint. The same command resumes from it.
 """
 

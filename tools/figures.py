@@ -143,7 +143,7 @@ def _agreement(reports: Reports) -> Iterator[str]:
 
 
 def _data(reports: Reports) -> Iterator[str]:
-    yield "| read by | 1 rank: a pass | rate / scan | 2 ranks: a pass | rate / scan |"
+    yield "| read by | 1 rank: one epoch | rate / scan | 2 ranks: one epoch | rate / scan |"
     yield "|---|---|---|---|---|"
     for what in [row["what"] for row in reports["data, 1 rank"]["results"]]:
         rows = [_row(reports, run, what) for run in ("data, 1 rank", "data, 2 ranks")]

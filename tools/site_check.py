@@ -5,7 +5,7 @@
 
 `make site-check` runs it. Each page is opened 1400 and 390 pixels wide, light and dark. Faults:
 what the browser writes to its console, a link or picture that leads nowhere, a page or an element
-wider than the window, a table or picture of which a phone shows too little, a page that is too tall,
+wider than the window, a table of which a phone shows too little, a page that is too tall,
 code that is hard to read or cannot be copied, a search without results.
 Needs the package ``playwright`` and the program ``chromium``, on Debian the package of that name.
 """

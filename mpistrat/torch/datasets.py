@@ -31,12 +31,12 @@ from mpistrat.values import localize
 
 _NO_WORKERS = (
     "num_workers must be 0: mpistrat reads in threads, and a fork of a rank may not "
-    "communicate. Use DataLoader(dataset, batch_size=None), and prefetch(n) of the data set to "
+    "communicate. Use DataLoader(dataset, batch_size=None), and prefetch(n) of the dataset to "
     "prepare batches ahead."
 )
 _NO_BATCH_SIZE = (
-    "batch_size must be None: the data set yields batches already, and the loader would stack "
-    "them. Use DataLoader(dataset, batch_size=None), and batch(global_batch_size) of the data set."
+    "batch_size must be None: the dataset yields batches already, and the loader would stack "
+    "them. Use DataLoader(dataset, batch_size=None), and batch(global_batch_size) of the dataset."
 )
 
 
