@@ -86,9 +86,7 @@ def main():
             f"{strategy.size}: start more, or raise --rows-per-rank."
         )
     ratings = ms.data.Dataset.from_hdf5(args.data, fields=("user", "item", "rating"))
-    batches = strategy.experimental_distribute_dataset(
-        ratings.shuffle(seed=0).batch(args.batch_size)
-    )
+    batches = strategy.distribute_dataset(ratings.shuffle(seed=0).batch(args.batch_size))
     with strategy.scope():
         users, items = make_table("users", num_users, 1), make_table("items", num_items, 2)
         optimizer = ms.optimizers.Adam(0.02)

@@ -84,7 +84,7 @@ def main():
         make_images(args.data)
     strategy.reduce("sum", 0)  # the others wait until the file is there
     images = ms.data.Dataset.from_hdf5(args.data, fields="image").batch(args.batch_size)
-    batches = strategy.experimental_distribute_dataset(images)
+    batches = strategy.distribute_dataset(images)
 
     def step(images):
         return find_spots(xp, images, args.threshold)

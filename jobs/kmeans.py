@@ -70,7 +70,7 @@ def main():
         make_table(args.data)
     strategy.reduce("sum", 0)  # the others wait until the file is there
     points = ms.data.Dataset.from_hdf5(args.data, fields="points").batch(args.batch_size)
-    batches = strategy.experimental_distribute_dataset(points)
+    batches = strategy.distribute_dataset(points)
     sample = next(iter(points)).astype(np.float64)
     if args.init == "spread":
         sample = spread_centres(sample, args.clusters, np.random.default_rng(0))

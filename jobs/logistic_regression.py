@@ -61,7 +61,7 @@ def open_data(strategy, args, pattern):
     if pattern != "test.h5":
         policy = ms.data.AutoShardPolicy[args.policy.upper()]
         examples = examples.shuffle(seed=0).with_options(auto_shard_policy=policy)
-    return strategy.experimental_distribute_dataset(examples.batch(args.batch_size))
+    return strategy.distribute_dataset(examples.batch(args.batch_size))
 
 
 def main():

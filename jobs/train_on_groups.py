@@ -92,7 +92,7 @@ def main():
     # Rank 0 reads the labels; the others wait until the file is there.
     labels = strategy.broadcast_object(read_labels(args.data) if is_first else None)
     data = open_data(args.data, labels, args.batch_size, args.threads)
-    train_batches, test_batches = map(strategy.experimental_distribute_dataset, data)
+    train_batches, test_batches = map(strategy.distribute_dataset, data)
     with strategy.scope():
         layers = make_layers(seed=0)
         optimizer = ms.optimizers.SGD(learning_rate=0.05, momentum=0.9)

@@ -35,7 +35,7 @@ class HDF5Dataset(keras.utils.PyDataset):
 
     **Collective** over `group`: every rank creates one from the same `dataset`. Each epoch of
     ``fit`` is the next pass over the data. The order is the same as in
-    ``Strategy.experimental_distribute_dataset``, at any number of ranks; ``shuffle=`` of ``fit``
+    ``Strategy.distribute_dataset``, at any number of ranks; ``shuffle=`` of ``fit``
     does not change it, so shuffle by ``dataset.shuffle(seed)``. With ``steps_per_epoch``, an epoch
     continues where the last one ended, and the next pass follows. Batches are tensors that share
     the memory of the arrays that were read.

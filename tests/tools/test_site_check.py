@@ -24,7 +24,7 @@ FAULTS = {
     '<a href="other.html#gone">x</a>': "link to other.html#gone: no such anchor",
     '<img src="gone.png">': "gone.png is not a picture",
     '<table><tr><td><div style="width: 900px">x</div></table>': "(390 px, light): the page is",
-    "<table><tr><td><div style='width: 300px'>x</div><td>y</table>": "the second column of table x y",
+    "<table><tr><td><div style='width: 300px'>x</div><td>y</table>": "the second column of table",
     '<div style="height: 8000px">x</div>': "px tall, at most 7000 are allowed",
     "<script>undefined_function()</script>": "console: undefined_function is not defined",
     "<pre>x = 1</pre>": "code without a copy button: pre x = 1",
