@@ -174,6 +174,34 @@ def _checkpoint(reports: Reports) -> Iterator[str]:
                 yield _line(rows[0]["what"], rows[0]["model"], peer, *speed_ups)
 
 
+def _six(reports: Reports) -> Iterator[str]:
+    values, run = figures(reports), "2 GB of data, 2 ranks"
+    large = _two_digits(_rate(reports, run, "mpistrat, shuffled, gzip"))
+    agreement, data, checkpoints = (
+        f"[{name}](benchmarks/{name}.md)" for name in ("agreement", "data", "checkpoints")
+    )
+    yield "| what | figure | how it is measured |"
+    yield "|---|---|---|"
+    checks = "checks of a repeated `all_reduce` of 8 bytes"
+    yield _line(checks, f"{values['us per call']} µs per call", agreement)
+    checks = "the same for 16 MiB"
+    yield _line(checks, f"at most {values['16 MiB, %']} % longer than without", agreement)
+    for size, rate in (("61 MB", values["gzip, 2 ranks"]), ("2 GB", large)):
+        what = f"shuffled batches from {size} of images in HDF5 with gzip"
+        yield _line(what, f"{rate} times the rate of h5py reading in order on one core", data)
+    rows = {
+        row["what"]: row
+        for row in reports["checkpoint, 2 ranks"]["results"]
+        if row["model"].startswith("161 arrays")
+    }
+    for operation, what in (
+        ("save", "saving 102 MB in 161 arrays"),
+        ("restore, warm", "restoring it, with all checksums compared"),
+    ):
+        speed_up = _two_digits(1 / rows[operation]["ours_over_hand"])
+        yield _line(what, f"speed-up of {speed_up} over {rows[operation]['peer']}", checkpoints)
+
+
 def _fitted(reports: Reports) -> Iterator[str]:
     (fit,) = reports["scaling, 2 nodes"]["constants"]
     yield "| o, a call | L, a message | 1 / G, sent | 1 / g, reduced | error of the fit |"
@@ -198,6 +226,7 @@ def _predicted(reports: Reports) -> Iterator[str]:
 
 
 TABLES = (
+    Table("docs/performance.md", "six figures", _six),
     Table("docs/benchmarks/scaling.md", "fitted constants", _fitted),
     Table("docs/benchmarks/scaling.md", "predictions", _predicted),
     Table("docs/benchmarks/agreement.md", "agreement", _agreement),

@@ -5,6 +5,7 @@ import re
 import pytest
 
 from tests import ROOT
+from tools.house import layers
 
 NUMBERS = {"one": 1, "two": 2, "three": 3, "four": 4, "five": 5}
 LINES = re.compile(rf"({'|'.join(NUMBERS)}) (?:changed )?lines?\b", re.IGNORECASE)
@@ -97,3 +98,17 @@ def test_the_page_for_mpi4py_has_the_ratios_of_the_page_on_reductions():
     )
     assert sentence in " ".join(page("docs/coming-from/mpi4py.md").split())
     assert min(min(row) for size, row in table.items() if size.endswith(("64 KiB", "MiB"))) >= 1
+
+
+def test_the_pages_count_the_layers_of_the_package():
+    number = {11: "eleven", 12: "twelve", 13: "thirteen", 14: "fourteen"}[len(list(layers()))]
+    assert f"in {number} layers" in page("CONTRIBUTING.md")
+    assert f"{number} layers" in page("docs/architecture.md").lower()
+
+
+def test_the_sidebar_has_at_most_40_entries():
+    tables = re.findall(
+        r"```{toctree}\n:hidden:\n:caption: .*\n\n((?:\S+\n)+)", page("docs/index.md")
+    )
+    entries = "".join(tables).split()
+    assert len(entries) == len(set(entries)) <= 40
