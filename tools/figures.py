@@ -108,7 +108,9 @@ SENTENCES = (
         "{1 MiB, %} % and one of 16 MiB at most {16 MiB, %} % longer",
     ),
     Sentence(
-        "README.md", "{gzip, 1 rank} to {gzip, 2 ranks} times the rate of h5py reading it in order"
+        "README.md",
+        "{gzip, 1 rank} to {gzip, 2 ranks} times the rate of h5py, which decodes on one core, "
+        "reading it in order",
     ),
     Sentence(
         "docs/why.md",

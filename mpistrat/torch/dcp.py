@@ -180,7 +180,7 @@ class HDF5Writer(StorageWriter):
         Parameters
         ----------
         is_coordinator : bool
-            Whether this rank plans the save for all ranks. It is not used.
+            Whether this rank coordinates the save. It is not used.
         **kwargs
             ``use_collectives``: whether the ranks plan together; other keywords are ignored.
 

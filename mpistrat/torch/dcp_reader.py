@@ -166,7 +166,7 @@ class HDF5Reader(StorageReader):
         metadata : torch.distributed.checkpoint.Metadata
             The result of `read_metadata`. It is not used.
         is_coordinator : bool
-            Whether this rank plans the load for all ranks. It is not used.
+            Whether this rank coordinates the load. It is not used.
         """
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
