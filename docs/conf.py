@@ -130,7 +130,7 @@ intersphinx_mapping = {
 # Theme. The colours are those of the pictures.
 
 html_theme = "furo"
-html_title = "mpistrat"
+html_title = "mpistrat " + ".".join(__version__.split(".")[:3])
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_favicon = "_static/favicon.svg"
@@ -152,7 +152,10 @@ html_theme_options = {
         "color-api-name": "#ff9a6b",
         "color-api-pre-name": "#a1abb6",
     },
-    "top_of_page_buttons": [],
+    "source_repository": "https://github.com/mpistrat/mpistrat/",
+    "source_branch": "main",
+    "source_directory": "docs/",
+    "top_of_page_buttons": ["edit"],
     "footer_icons": [
         {
             "name": "GitHub",
