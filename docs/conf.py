@@ -139,7 +139,7 @@ intersphinx_mapping = {
 # Theme. The colours are those of the pictures.
 
 html_theme = "furo"
-html_title = "mpistrat"
+html_title = "mpistrat " + ".".join(__version__.split(".")[:3])
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_favicon = "_static/favicon.svg"
@@ -161,7 +161,10 @@ html_theme_options = {
         "color-api-name": "#ff9a6b",
         "color-api-pre-name": "#a1abb6",
     },
-    "top_of_page_buttons": [],
+    "source_repository": "https://github.com/mpistrat/mpistrat/",
+    "source_branch": "main",
+    "source_directory": "docs/",
+    "top_of_page_buttons": ["edit"],
     "footer_icons": [
         {
             "name": "GitHub",
@@ -286,23 +289,32 @@ def ways_back(app, page, template, context, doctree):
 
 
 class Picture(SphinxDirective):
-    """A picture of `docs/images` in both themes: ``{picture} images/name``."""
+    """A picture of `docs/images` in both themes: ``{picture} images/name``.
+
+    Phones show ``images/name-narrow`` instead, if there is one.
+    """
 
     required_arguments = 1
     option_spec: ClassVar = {"alt": directives.unchanged_required}
 
     def run(self):
-        """Return the image for light pages and the one for dark pages, in a box that scrolls."""
-        box = nodes.container(classes=["wide-picture"])
+        """Return a box with the image for light pages and the one for dark pages."""
+        name = self.arguments[0]
+        folder = Path(self.env.doc2path(self.env.docname)).parent
+        if not (folder / f"{name}-narrow-light.svg").exists():
+            return [self.box(name, ["wide-picture"])]
+        return [self.box(name, ["no-phone"]), self.box(f"{name}-narrow", ["phone"])]
+
+    def box(self, name, classes):
+        """Return both images of one version."""
+        box = nodes.container(classes=classes)
         box += [
             nodes.image(
-                uri=f"{self.arguments[0]}-{theme}.svg",
-                alt=self.options["alt"],
-                classes=[f"only-{theme}"],
+                uri=f"{name}-{theme}.svg", alt=self.options["alt"], classes=[f"only-{theme}"]
             )
             for theme in ("light", "dark")
         ]
-        return [box]
+        return box
 
 
 def setup(app):

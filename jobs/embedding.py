@@ -3,7 +3,7 @@
     mpiexec -n 2 python jobs/embedding.py --data data/ratings.h5 --output runs/embedding
 
 A rank holds at most `--rows-per-rank` rows of a table: more rows need more ranks, so the tables
-may be larger than the memory of one. Ratings are the data sets `user`, `item` and `rating`; an
+may be larger than the memory of one. Ratings are the datasets `user`, `item` and `rating`; an
 absent file is made. All ranks write a checkpoint after each epoch. The same command resumes from
 it, on any number of ranks that have room for the tables.
 """
@@ -86,9 +86,7 @@ def main():
             f"{strategy.size}: start more, or raise --rows-per-rank."
         )
     ratings = ms.data.Dataset.from_hdf5(args.data, fields=("user", "item", "rating"))
-    batches = strategy.experimental_distribute_dataset(
-        ratings.shuffle(seed=0).batch(args.batch_size)
-    )
+    batches = strategy.distribute_dataset(ratings.shuffle(seed=0).batch(args.batch_size))
     with strategy.scope():
         users, items = make_table("users", num_users, 1), make_table("items", num_items, 2)
         optimizer = ms.optimizers.Adam(0.02)

@@ -89,7 +89,7 @@ def main():
     strategy.reduce("sum", 0)  # the others wait until the file is there
     data = ms.data.Dataset.from_hdf5(args.data, fields=("heater", "measured"))
     data = data.batch(data.cardinality())  # all of them, divided among the ranks
-    part = next(iter(strategy.experimental_distribute_dataset(data)))
+    part = next(iter(strategy.distribute_dataset(data)))
     with strategy.scope():
         unknown = ms.Variable(np.zeros((SIZE, SIZE)), name="log_conductivity")
         optimizer = ms.optimizers.Adam(0.05)

@@ -63,7 +63,7 @@ def find_spots(xp, images, threshold):
 
 
 def append(dataset, rows):
-    """Add rows at the end of an HDF5 data set."""
+    """Add rows at the end of an HDF5 dataset."""
     dataset.resize(len(dataset) + len(rows), axis=0)
     dataset[len(dataset) - len(rows) :] = rows
 
@@ -84,7 +84,7 @@ def main():
         make_images(args.data)
     strategy.reduce("sum", 0)  # the others wait until the file is there
     images = ms.data.Dataset.from_hdf5(args.data, fields="image").batch(args.batch_size)
-    batches = strategy.experimental_distribute_dataset(images)
+    batches = strategy.distribute_dataset(images)
 
     def step(images):
         return find_spots(xp, images, args.threshold)

@@ -2,7 +2,7 @@
 
     mpiexec -n 4 python jobs/kmeans.py --data data/table.h5 --output runs/kmeans
 
-The table is the data set `points`, one row per point; an absent file is made. After each iteration
+The table is the dataset `points`, one row per point; an absent file is made. After each iteration
 the centres are saved to a checkpoint. The same command resumes from it.
 """
 
@@ -70,7 +70,7 @@ def main():
         make_table(args.data)
     strategy.reduce("sum", 0)  # the others wait until the file is there
     points = ms.data.Dataset.from_hdf5(args.data, fields="points").batch(args.batch_size)
-    batches = strategy.experimental_distribute_dataset(points)
+    batches = strategy.distribute_dataset(points)
     sample = next(iter(points)).astype(np.float64)
     if args.init == "spread":
         sample = spread_centres(sample, args.clusters, np.random.default_rng(0))

@@ -2,7 +2,7 @@
 
     mpiexec -n 4 python jobs/logistic_regression.py --data data/clicks --output runs/clicks
 
-The folder holds part-*.h5 for training and test.h5, each with the data sets `x` and `y`; an absent
+The folder holds part-*.h5 for training and test.h5, each with the datasets `x` and `y`; an absent
 folder is made. Each rank reads its slice of every batch, or its own files with `--policy file`. The
 run saves regularly, and when it is about to be stopped (then it exits with code 75). The same
 command resumes at the next batch; with slices, on any number of ranks.
@@ -61,7 +61,7 @@ def open_data(strategy, args, pattern):
     if pattern != "test.h5":
         policy = ms.data.AutoShardPolicy[args.policy.upper()]
         examples = examples.shuffle(seed=0).with_options(auto_shard_policy=policy)
-    return strategy.experimental_distribute_dataset(examples.batch(args.batch_size))
+    return strategy.distribute_dataset(examples.batch(args.batch_size))
 
 
 def main():

@@ -2,7 +2,7 @@
 
     python jobs/prepare_digits.py --output data/digits.h5
 
-The file has two groups, ``train`` and ``test``, each with the data sets ``image`` and ``label``.
+The file has two groups, ``train`` and ``test``, each with the datasets ``image`` and ``label``.
 With the same libraries it is always identical to the byte.
 """
 

@@ -87,9 +87,7 @@ def main():
     xp = strategy.extended.xp
     fields = {"image": "train/image", "label": "train/label"}
     dataset = ms.data.Dataset.from_hdf5(args.data, fields=fields)
-    batches = strategy.experimental_distribute_dataset(
-        dataset.shuffle(seed=args.seed).batch(args.batch_size)
-    )
+    batches = strategy.distribute_dataset(dataset.shuffle(seed=args.seed).batch(args.batch_size))
     with strategy.scope():
         model = make_model(args.hidden, args.seed)
         optimizer = ms.optimizers.SGD(0.1, momentum=0.9)

@@ -89,10 +89,10 @@ class Training:
         self.xp = strategy.extended.xp
         train, test = open_data(args, "train"), open_data(args, "test")
         self.num_examples = train.cardinality()
-        self.train_batches = strategy.experimental_distribute_dataset(
+        self.train_batches = strategy.distribute_dataset(
             train.shuffle(seed=args.seed).batch(args.batch_size)
         )
-        self.test_batches = strategy.experimental_distribute_dataset(test.batch(args.batch_size))
+        self.test_batches = strategy.distribute_dataset(test.batch(args.batch_size))
         with strategy.scope():
             self.layers = make_layers(args.seed, args.batch_norm)
             self.optimizer = ms.optimizers.SGD(learning_rate=0.05, momentum=0.9)

@@ -96,7 +96,7 @@ def train_synchronously():
     CHECKPOINT.restore(ARGS.file).assert_existing_objects_matched()
     before = int(OPTIMIZER.iterations.numpy())
     data = open_data("train").shuffle(seed=0).repeat().batch(ARGS.batch_size)
-    batches = iter(STRATEGY.experimental_distribute_dataset(data))
+    batches = iter(STRATEGY.distribute_dataset(data))
     for _ in range(ARGS.steps):
         STRATEGY.run(step, args=(*next(batches), ARGS.batch_size))
     CHECKPOINT.write(ARGS.file)

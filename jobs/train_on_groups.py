@@ -2,7 +2,7 @@
 
     mpiexec -n 2 python jobs/train_on_groups.py --data data/groups.h5 --output runs/groups
 
-The group `digits/digit_12` has the data set `png`, bytes as many as they are, and the attribute
+The group `digits/digit_12` has the dataset `png`, bytes as many as they are, and the attribute
 `label`. Some digits are rare in it, so examples for training are drawn by the weights of their
 classes; a fifth of all images is left for the test. Threads decode the images in the first epoch,
 and the ranks of a node keep them together. An absent file is made. All ranks write a checkpoint
@@ -57,7 +57,7 @@ def decode(png, label):
 
 
 def open_data(path, labels, batch_size, threads):
-    """Return the data sets to train on and to test with."""
+    """Return the datasets to train on and to test with."""
     order = np.random.default_rng(0).permutation(len(labels))
     test, train = np.split(order, [len(order) // 5])
     examples = ms.data.Dataset.from_hdf5(path, ("digits/digit_*/png", LABEL))
@@ -92,7 +92,7 @@ def main():
     # Rank 0 reads the labels; the others wait until the file is there.
     labels = strategy.broadcast_object(read_labels(args.data) if is_first else None)
     data = open_data(args.data, labels, args.batch_size, args.threads)
-    train_batches, test_batches = map(strategy.experimental_distribute_dataset, data)
+    train_batches, test_batches = map(strategy.distribute_dataset, data)
     with strategy.scope():
         layers = make_layers(seed=0)
         optimizer = ms.optimizers.SGD(learning_rate=0.05, momentum=0.9)

@@ -35,11 +35,19 @@ class MpistratError(Exception):
 
 
 class ContextError(MpistratError, RuntimeError):
-    """A function was called in the wrong context, or strategies were mixed or nested."""
+    """A function was called in the wrong context, or strategies were mixed or nested.
+
+    Cause: for example a variable created inside `Strategy.run`, or a value of a different strategy.
+    Remedy: move the call to the context that the message names.
+    """
 
 
 class CollectiveError(MpistratError, RuntimeError):
-    """The ranks disagree about a call, or a rank left while others wait for it."""
+    """The ranks disagree about a call, or a rank left while others wait for it.
+
+    Cause: a rank raised, ended or was killed before this call. Remedy: read the first error of that
+    rank; exit code 9 or 137 usually means that it was out of memory.
+    """
 
     _caused_elsewhere: bool = False
     """Whether an error on a different rank is the cause.
@@ -49,7 +57,11 @@ class CollectiveError(MpistratError, RuntimeError):
 
 
 class CollectiveMismatchError(CollectiveError):
-    """The ranks called different collectives, or the same one with different arguments."""
+    """The ranks called different collectives, or the same one with different arguments.
+
+    Cause: mostly a collective under ``if rank == 0``, or a loop that ends earlier on one rank.
+    Remedy: let all ranks make the calls that the table in the message lists, in the same order.
+    """
 
 
 class _ShapeMismatchError(CollectiveMismatchError, ValueError):
@@ -61,7 +73,11 @@ _ShapeMismatchError.__name__ = _ShapeMismatchError.__qualname__ = CollectiveMism
 
 
 class CollectiveTimeoutError(CollectiveError, TimeoutError):
-    """Some ranks did not make the call within the time limit."""
+    """Some ranks did not make the call within the time limit.
+
+    Cause: a rank waits for something else, or computes for longer than the limit. Remedy: look at
+    the line that the message names for it, or raise ``MPISTRAT_TIMEOUT_S``.
+    """
 
 
 # Old names, kept for the first programs that used mpistrat.
@@ -71,11 +87,18 @@ EpochTimeoutError = CollectiveTimeoutError
 
 
 class ReplicaLostError(CollectiveError):
-    """State of replicas was lost with their ranks, so an elastic strategy cannot continue."""
+    """State of replicas was lost with their ranks, so an elastic strategy cannot continue.
+
+    Cause: several ranks died together, or per-replica values had no copy. Remedy: restart the job;
+    it continues from its newest checkpoint.
+    """
 
 
 class ReplicaDriftError(CollectiveError):
     """The replicas of a variable differ although they should be equal.
+
+    Cause: for example an assignment on one rank only, or random numbers that differ. Remedy: assign
+    on all ranks, or restore a checkpoint.
 
     Unlike after other errors of collectives, the strategy stays usable: the ranks still agree on
     their calls, and may repair the variable or restore a checkpoint.
@@ -97,6 +120,9 @@ class ReplicaDriftWarning(ScopeWarning):
 class LaunchError(MpistratError, RuntimeError):
     """The launcher does not match MPI, or there are not enough devices for the ranks.
 
+    Cause: for example an ``mpiexec`` of a different MPI library, or more ranks than GPUs. Remedy:
+    start with ``mpistrat run``, and check the machine with ``mpistrat doctor``.
+
     Attributes
     ----------
     _is_reported_elsewhere : bool
@@ -108,44 +134,78 @@ class LaunchError(MpistratError, RuntimeError):
 
 
 class DataError(MpistratError, ValueError):
-    """A data file, field or shape does not match the others or the request."""
+    """A data file, field or shape does not match the others or the request.
+
+    Cause: a wrong path or name of a field, or files whose examples differ. Remedy: compare with
+    ``mpistrat inspect FILE``, and correct the file or the argument that the message names.
+    """
 
     _is_of_field: bool = False
     """Whether only one field cannot be read as examples, so that ``fields=None`` skips it."""
 
 
 class OutOfRangeError(MpistratError, IndexError):
-    """The iterator of a dataset has no more elements."""
+    """The iterator of a dataset has no more elements.
+
+    Cause: more calls of ``get_next`` than batches. Remedy: loop with ``for``, or add ``repeat()``.
+    """
 
 
 class UnavailableError(MpistratError, ConnectionError):
-    """A rank that the call needs is lost: a server with its variables, or every worker."""
+    """A rank that the call needs is lost: a server with its variables, or every worker.
+
+    Cause: its process died. Remedy: restart the job from its newest checkpoint.
+    """
 
     _is_reported_elsewhere: bool = False
 
 
 class WorkerLostError(MpistratError, RuntimeError):
-    """Two workers died while they ran a closure, which is therefore not run again."""
+    """Two workers died while they ran a closure, which is therefore not run again.
+
+    Cause: mostly the closure itself, for example by its memory. Remedy: run it alone with the same
+    arguments.
+    """
 
 
 class CancelledError(MpistratError):
-    """A closure was not run, because an earlier one failed or the coordinator was closed."""
+    """A closure was not run, because an earlier one failed or the coordinator was closed.
+
+    Cause: the error of the earlier closure, which ``join`` raises. Remedy: correct it, and schedule
+    the cancelled closures again.
+    """
 
 
 class ClosureInputError(MpistratError):
-    """The function of a per-worker dataset failed on a worker; its error is the cause."""
+    """The function of a per-worker dataset failed on a worker; its error is the cause.
+
+    Cause: the exception in ``__cause__``. Remedy: correct the function, and create the dataset
+    again.
+    """
 
 
 class CheckpointError(MpistratError, OSError):
-    """A checkpoint cannot be written or read."""
+    """A checkpoint cannot be written or read.
+
+    Cause: a missing folder or file, a full disk, or a lack of permission. Remedy: correct what the
+    message names; the previous file is unchanged.
+    """
 
 
 class CheckpointCorruptError(CheckpointError):
-    """A checkpoint file is damaged."""
+    """A checkpoint file is damaged.
+
+    Cause: a disk error, or a copy that was cut short. Remedy: restore an earlier file; ``mpistrat
+    verify`` says which ones are intact.
+    """
 
 
 class CheckpointMismatchError(CheckpointError, ValueError):
-    """The shapes or dtypes in a checkpoint differ from the shapes or dtypes in the program."""
+    """The shapes or dtypes in a checkpoint differ from the shapes or dtypes in the program.
+
+    Cause: the model was changed after the save. Remedy: create the variables as they were, or
+    restore only those that match.
+    """
 
 
 class _UnmatchedPathsError(CheckpointMismatchError, AssertionError):

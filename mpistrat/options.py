@@ -246,7 +246,7 @@ class InputOptions:
     --------
     >>> batches = ms.data.Dataset.range(8).batch(4)
     >>> options = ms.InputOptions(experimental_prefetch_to_device=False)
-    >>> distributed = strategy.experimental_distribute_dataset(batches, options)
+    >>> distributed = strategy.distribute_dataset(batches, options)
     """
 
     experimental_prefetch_to_device: bool = True
@@ -330,7 +330,7 @@ class InputContext:
 
 @dataclass(frozen=True)
 class ValueContext:
-    """The argument of a function passed to `experimental_distribute_values_from_function`.
+    """The argument of a function passed to `distribute_values_from_function`.
 
     Examples
     --------

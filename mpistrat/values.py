@@ -215,7 +215,7 @@ class PerReplica(RefusedOperators, DistributedValues[T_co]):
             if expected != 1:
                 raise ValueError(
                     f"{self!r} holds 1 component, but this rank has {expected} replicas. Use a "
-                    "value that strategy.run or experimental_distribute_values_from_function "
+                    "value that strategy.run or distribute_values_from_function "
                     "returns."
                 )
             return self._component

@@ -262,3 +262,20 @@ def test_what_to_change_where_names_files_and_names_that_exist():
         assert file.is_file(), line
         for name in names:
             assert re.search(rf"\b{re.escape(name)}\b", file.read_text()), (name, line)
+
+
+def test_before_the_first_release_nothing_installs_mpistrat_by_name():
+    # The release checklist changes this, with the pages that it lists.
+    if "not yet released" not in (ROOT / "README.md").read_text():
+        pytest.skip("mpistrat has been released")
+    sources = [*PAGES, *(ROOT / "mpistrat").rglob("*.py")]
+    by_name = re.compile(r"pip install[^\n]*[ \"']mpistrat\b")
+    assert [str(each) for each in sources if by_name.search(each.read_text())] == []
+
+
+def test_the_release_checklist_lists_each_page_that_installs_from_the_clone():
+    text = (ROOT / "CONTRIBUTING.md").read_text().partition("\n## Releases\n")[2]
+    step = text.partition("\n3. ")[2].partition("\n4. ")[0]
+    from_clone = re.compile(r'pip install (?:-\S+ )*"?\.(?:\[|\s|`)')
+    found = {str(page.relative_to(ROOT)) for page in PAGES if from_clone.search(page.read_text())}
+    assert found == set(re.findall(r"README\.md|docs/[\w/-]+\.md", step))

@@ -3,9 +3,10 @@
     python -m tools.site_check docs/_build/html                    # name each fault, and fail
     python -m tools.site_check docs/_build/html --screenshots DIR  # and keep a picture of each page
 
-`make site-check` runs it. Each page is opened 1400 and 420 pixels wide, light and dark. Faults:
+`make site-check` runs it. Each page is opened 1400 and 390 pixels wide, light and dark. Faults:
 what the browser writes to its console, a link or picture that leads nowhere, a page or an element
-wider than the window, code that is hard to read or cannot be copied, a search without results.
+wider than the window, a table of which a phone shows too little, a page that is too tall,
+code that is hard to read or cannot be copied, a search without results.
 Needs the package ``playwright`` and the program ``chromium``, on Debian the package of that name.
 """
 
@@ -23,20 +24,25 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-WIDTHS = (1400, 420)
+WIDTHS = (1400, 390)
+"""Of a window and of a phone."""
 SCHEMES = ("light", "dark")
 TALLEST = 7000
-"""Of a page of the reference at 1400 pixels, in pixels."""
+"""Of a page at 1400 pixels, in pixels."""
+MAY_BE_TALL = ("genindex.html", "_modules/")
+"""Pages that nobody reads from top to bottom: the index of names, and sources."""
+SECOND_COLUMN = 0.67
+"""Where the second column of a table begins at most, as a share of the width of a phone."""
 LEAST_CONTRAST = 4.5
 """Of code with its ground, WCAG 2 AA."""
 QUERY = "checkpoint"
 """Typed into the search; any documentation of this package has results for it."""
 
 EXAMINE = """
-async ([width, leastContrast]) => {
+async ([width, leastContrast, secondColumn]) => {
   const faults = [];
   const name = (e) => e.tagName.toLowerCase() + (e.className ? '.' + e.className : '') + ' ' +
-    (e.innerText || e.getAttribute('src') || '').trim().slice(0, 40);
+    (e.innerText || e.getAttribute('src') || '').trim().replace(/\\s+/g, ' ').slice(0, 40);
   const root = document.documentElement;
   if (root.scrollWidth > width) faults.push(`the page is ${root.scrollWidth} px wide`);
   const scrolls = (e) => {
@@ -51,6 +57,12 @@ async ([width, leastContrast]) => {
     const box = e.getBoundingClientRect();
     if (box.width && box.right > width + 1 && !scrolls(e))
       faults.push(`${name(e)} ends at ${Math.round(box.right)} px`);
+  }
+  for (const table of secondColumn ? document.querySelectorAll('article table') : []) {
+    const second = [...table.querySelectorAll('tr > td:nth-child(2)')];
+    const left = Math.round(Math.max(...second.map((e) => e.getBoundingClientRect().left)));
+    if (left > secondColumn * width)
+      faults.push(`the second column of ${name(table)} begins at ${left} px`);
   }
   for (const e of document.images) {
     e.loading = 'eager';
@@ -155,10 +167,12 @@ class _Check:
         """Examine the open page at one width, light or dark."""
         tab.set_viewport_size({"width": width, "height": 900})
         tab.emulate_media(color_scheme=scheme)
-        seen = tab.evaluate(EXAMINE, [width, LEAST_CONTRAST])
+        is_phone = width == WIDTHS[-1]
+        seen = tab.evaluate(EXAMINE, [width, LEAST_CONTRAST, SECOND_COLUMN if is_phone else 0])
         for fault in seen["faults"]:
             self._add(f"{page} ({width} px, {scheme}): {fault}")
-        if width == WIDTHS[0] and page.startswith("reference/") and seen["height"] > TALLEST:
+        may_be_tall = page.startswith(MAY_BE_TALL)
+        if width == WIDTHS[0] and seen["height"] > TALLEST and not may_be_tall:
             self._add(f"{page}: {seen['height']} px tall, at most {TALLEST} are allowed")
         self._links[page], self._ids[page] = set(seen["links"]), set(seen["ids"])
         if self._to is not None:

@@ -175,7 +175,7 @@ def _read_by_index(path: Path) -> None:
 
 
 def _pass(strategy: Strategy, path: Path, *, is_shuffled: bool) -> Callable[[], object]:
-    batches = strategy.experimental_distribute_dataset(_dataset(path, is_shuffled))
+    batches = strategy.distribute_dataset(_dataset(path, is_shuffled))
 
     def read() -> None:
         for _ in batches:
@@ -185,7 +185,7 @@ def _pass(strategy: Strategy, path: Path, *, is_shuffled: bool) -> Callable[[], 
 
 
 def _first(strategy: Strategy, path: Path) -> Callable[[], object]:
-    batches = strategy.experimental_distribute_dataset(_dataset(path, is_shuffled=True))
+    batches = strategy.distribute_dataset(_dataset(path, is_shuffled=True))
 
     def read() -> None:
         iterator = iter(batches)
@@ -203,7 +203,7 @@ def _dataset(path: Path, is_shuffled: bool) -> Dataset:
 def _share_of_waiting(strategy: Strategy, path: Path) -> float:
     """Return the share of time for which a rank waits for batches. **Collective**."""
     dataset = _dataset(path, is_shuffled=True).repeat().prefetch(2)
-    batches = iter(strategy.experimental_distribute_dataset(dataset))
+    batches = iter(strategy.distribute_dataset(dataset))
     weight = strategy.extended.xp.ones((32 * 32 * 3, _WIDTH), dtype=np.float32)
 
     # A step does the forward and backward product of one layer of 512 units.

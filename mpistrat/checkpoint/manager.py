@@ -62,7 +62,7 @@ def restore_newest(root: Trackable, directory: str, paths: Sequence[str]) -> str
     raise (CheckpointCorruptError if corrupt else CheckpointError)(
         f"The folder {directory} has checkpoints, but none of them can be restored:\n"
         + "\n".join(f"  {error}" for error in errors)
-        + "\nPut a sound copy in place of one, or move these files away to start from the "
+        + "\nPut an intact copy in place of one, or move these files away to start from the "
         "beginning."
     )
 

@@ -40,7 +40,7 @@ class PerReplicaState:
     obj : generator, plain Variable, or object with ``state_dict()`` and ``load_state_dict()``
         An object that a checkpoint can save, but no nest of objects. Or a `PerReplica` of such
         objects, one per replica of this rank, which
-        ``strategy.experimental_distribute_values_from_function`` returns. With more replicas than
+        ``strategy.distribute_values_from_function`` returns. With more replicas than
         ranks (``num_replicas=``) it must be a `PerReplica`.
     reshard : callable, optional
         Each rank calls ``reshard(states, num_replicas)`` when a file of a different number of
@@ -64,7 +64,7 @@ class PerReplicaState:
 
     One generator per replica, on any number of ranks:
 
-    >>> generators = strategy.experimental_distribute_values_from_function(
+    >>> generators = strategy.distribute_values_from_function(
     ...     lambda context: np.random.default_rng([7, context.replica_id_in_sync_group])
     ... )
     >>> checkpoint = ms.Checkpoint(generators=ms.PerReplicaState(generators))
@@ -136,7 +136,7 @@ class PerReplicaState:
             raise ValueError(
                 f"{self!r} is the state of {counted(len(self._targets), 'object')}, but this rank "
                 f"has {len(own)} of the {of_all} replicas. Pass the PerReplica that strategy."
-                "experimental_distribute_values_from_function returns, with an object for each "
+                "distribute_values_from_function returns, with an object for each "
                 "replica; or use ReplicaContext.rng for random numbers, or a SyncOnRead variable."
             )
         self._replicas, self._num_replicas = own, of_all

@@ -45,7 +45,9 @@ _STATISTICS = ("min", "max", "mean", "nan_count")
 
 
 def _add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE", help="a checkpoint or an HDF5 data file")
+    parser.add_argument(
+        "file", metavar="FILE", help="a checkpoint, a folder of them, or an HDF5 data file"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.add_argument(
         "--stats",
@@ -66,6 +68,12 @@ def _add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
+    if os.path.isdir(arguments.file):
+        try:
+            arguments.file = _newest_in(Path(arguments.file))
+        except ValueError as error:
+            print_error("inspect", error)
+            return 2
     if _is_data_file(arguments.file):
         return inspect_data(arguments)
     note = ""
@@ -90,6 +98,24 @@ def _inspect(arguments: argparse.Namespace) -> int:
     if note:
         print_note("inspect", note)
     return 0
+
+
+def _newest_in(folder: Path) -> str:
+    """Return the newest checkpoint of a folder, and say how many there are."""
+    files = _find(folder)
+    found = [path for path in files if not _is_data_file(str(path))]
+    if not found:
+        names = ", ".join(path.name for path in files[:5])
+        raise ValueError(
+            f"The folder {folder} has no checkpoints, only data files. Name one of them: {names}."
+        )
+    try:
+        newest = max(found, key=lambda path: path.stat().st_mtime_ns)
+    except OSError as error:  # a running job has removed one since
+        raise ValueError(f"The folder {folder} is changing: {error.strerror}. Try again.") from None
+    count = counted(len(found), "checkpoint")
+    print_note("inspect", f"{newest} is the newest of {count} in the folder.")
+    return str(newest)
 
 
 def _is_data_file(path: str) -> bool:

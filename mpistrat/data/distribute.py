@@ -120,7 +120,7 @@ def distribute_from_function(
             raise NotImplementedError(
                 f"{kind} with elastic=True needs datasets of known length, without generators: "
                 "after a loss the ranks could not tell when all have ended. Use "
-                "experimental_distribute_dataset."
+                "distribute_dataset."
             )
     target = _target(options, device)
     rank_dataset = RankPipeline(

@@ -39,7 +39,7 @@ _NEXT_BATCH = "next batch"
 class DistributedDataset:
     """The batches of a dataset; each rank reads only its part of a batch.
 
-    `Strategy.experimental_distribute_dataset` and `Strategy.distribute_datasets_from_function`
+    `Strategy.distribute_dataset` and `Strategy.distribute_datasets_from_function`
     create it. Each element is a nest of `PerReplica`. Iterating again starts the next epoch, that
     is, the next pass over the data. Epochs are counted from 0; those that a loop leaves early count
     too.
@@ -59,7 +59,7 @@ class DistributedDataset:
 
     Examples
     --------
-    >>> batches = strategy.experimental_distribute_dataset(ms.data.Dataset.range(8).batch(4))
+    >>> batches = strategy.distribute_dataset(ms.data.Dataset.range(8).batch(4))
     >>> batches.cardinality()
     2
     >>> batch = next(iter(batches))

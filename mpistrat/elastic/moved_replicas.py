@@ -55,7 +55,7 @@ class ElasticReplicas(PerReplica[Any]):
             f"A PerReplica of this rank holds replicas {self._ids[0]}-{self._ids[-1]}. After the "
             f"loss of a rank this one also computes {', '.join(map(str, missing))}, but their "
             "components are lost. mpistrat restores only values from distributed datasets, from "
-            "experimental_distribute_values_from_function, and results of run up to 1 MiB per "
+            "distribute_values_from_function, and results of run up to 1 MiB per "
             "replica."
         )
 

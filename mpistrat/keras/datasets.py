@@ -35,7 +35,7 @@ class HDF5Dataset(keras.utils.PyDataset):
 
     **Collective** over `group`: every rank creates one from the same `dataset`. Each epoch of
     ``fit`` is the next pass over the data. The order is the same as in
-    ``Strategy.experimental_distribute_dataset``, at any number of ranks; ``shuffle=`` of ``fit``
+    ``Strategy.distribute_dataset``, at any number of ranks; ``shuffle=`` of ``fit``
     does not change it, so shuffle by ``dataset.shuffle(seed)``. With ``steps_per_epoch``, an epoch
     continues where the last one ended, and the next pass follows. Batches are tensors that share
     the memory of the arrays that were read.
@@ -157,7 +157,7 @@ class HDF5Dataset(keras.utils.PyDataset):
 
     @property
     def num_batches(self) -> int | None:
-        """The number of batches per pass, as Keras needs it; ``None`` if endless."""
+        """The number of batches per epoch, as Keras needs it; ``None`` if endless."""
         asks = asker()
         if asks in ("get_data_adapter", "_get_iterator"):
             self._begins = True
@@ -275,14 +275,14 @@ class HDF5Dataset(keras.utils.PyDataset):
             )
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the pass that the next epoch takes. Local; call it on every rank.
+        """Set the number of the next epoch. Local; call it on every rank.
 
-        A position within this pass that `load_state_dict` has restored is kept.
+        A position within this epoch that `load_state_dict` has restored is kept.
 
         Parameters
         ----------
         epoch : int
-            Number of the pass, from 0 on; the same on all ranks.
+            Number of the epoch, from 0 on; the same on all ranks.
 
         Raises
         ------

@@ -337,7 +337,7 @@ class ReplicaSet:
             raise ValueError(
                 f"{kind}: {leaf!r} holds {counted(len(components), 'component')}, but this rank "
                 f"has {expected} of the {self.num_replicas} replicas. Use a value that "
-                "strategy.run or experimental_distribute_values_from_function returns."
+                "strategy.run or distribute_values_from_function returns."
             )
         return components[position]
 
@@ -369,7 +369,7 @@ class ReplicaSet:
                         f"{kind} got a plain array or number. With num_replicas=, a rank can run "
                         "several replicas, so it is unclear which one it belongs to. Pass the "
                         "PerReplica that strategy.run or "
-                        "experimental_distribute_values_from_function returns."
+                        "distribute_values_from_function returns."
                     )
                 self._component(kind, 0, leaf)
             # The ranks agree here only on the check. It ends before the functions run, because

@@ -90,6 +90,11 @@ class Strategy(Hinted):
         strategy frees them. Using a closed strategy raises `RuntimeError`, but its mirrored
         variables can still be read. After a `CollectiveError` the resources are freed when the
         program ends. A second call does nothing.
+
+        Examples
+        --------
+        >>> other = ms.MPIStrategy()
+        >>> other.close()
         """
         context.note_closed(self)
         self._extended._close()
@@ -278,6 +283,11 @@ class Strategy(Hinted):
             along other axes.
         NotImplementedError
             For `IndexedSlices`.
+
+        Examples
+        --------
+        >>> strategy.gather(np.array([strategy.rank]), axis=0).tolist() == [*range(strategy.size)]
+        True
         """
         gathered: npt.NDArray[Any] = self._extended._gather(value, axis)
         return gathered
@@ -303,6 +313,11 @@ class Strategy(Hinted):
         -------
         tuple
             One component for each replica of this rank: one element by default.
+
+        Examples
+        --------
+        >>> strategy.experimental_local_results(strategy.run(lambda: 3))
+        (3,)
         """
         return self._extended._local_results(value)
 
@@ -331,6 +346,10 @@ class Strategy(Hinted):
             If the dataset was not batched.
         DataError
             On every rank, if its files do not match.
+
+        Examples
+        --------
+        >>> batches = strategy.experimental_distribute_dataset(ms.data.Dataset.range(8).batch(4))
         """
         return self._extended._distribute_dataset(dataset, options)
 
@@ -354,6 +373,12 @@ class Strategy(Hinted):
         -------
         DistributedDataset
             Its iterators yield the batches of this rank's dataset.
+
+        Examples
+        --------
+        >>> def dataset_fn(context):
+        ...     return ms.data.Dataset.range(8).batch(context.get_per_replica_batch_size(8))
+        >>> batches = strategy.distribute_datasets_from_function(dataset_fn)
         """
         return self._extended._distribute_from_function(dataset_fn, options)
 
@@ -381,6 +406,10 @@ class Strategy(Hinted):
         -------
         nest of PerReplica
             The values that `value_fn` returned.
+
+        Examples
+        --------
+        >>> twos = strategy.experimental_distribute_values_from_function(lambda context: 2)
         """
         return self._extended._values_from_function(value_fn)
 
@@ -416,6 +445,11 @@ class Strategy(Hinted):
         -------
         Dataset
             See `StrategyExtended.experimental_make_numpy_dataset`.
+
+        Examples
+        --------
+        >>> strategy.experimental_make_numpy_dataset(np.zeros((5, 2))).cardinality()
+        5
         """
         return self.extended.experimental_make_numpy_dataset(numpy_input, session)
 
@@ -595,6 +629,11 @@ class Strategy(Hinted):
         -------
         nest of PerReplica
             The values that `value_fn` returned.
+
+        Examples
+        --------
+        >>> strategy.distribute_values_from_function(lambda context: np.ones(2))
+        PerReplica(array([1., 1.]))
         """
         return self._extended._values_from_function(value_fn)
 
@@ -612,6 +651,11 @@ class Strategy(Hinted):
         -------
         tuple
             One component for each replica of this rank: one element by default.
+
+        Examples
+        --------
+        >>> strategy.local_results(strategy.run(lambda: 3))
+        (3,)
         """
         return self._extended._local_results(value)
 
@@ -629,6 +673,12 @@ class Strategy(Hinted):
         ------
         ReplicaDriftError
             On every rank, if a variable differs.
+
+        Examples
+        --------
+        >>> with strategy.scope():
+        ...     weight = ms.Variable(np.zeros(2))
+        >>> strategy.assert_replicas_agree(weight)
         """
         self._extended.assert_replicas_agree(variables)
 
@@ -661,6 +711,11 @@ class Strategy(Hinted):
             For a bad argument.
         CollectiveError
             If the ranks disagree.
+
+        Examples
+        --------
+        >>> strategy.all_reduce("mean", np.ones(2))
+        array([1., 1.])
         """
         return self._as_replicas(
             "all_reduce", value, lambda group, own: group.all_reduce(reduce_op, own, options)
@@ -684,6 +739,11 @@ class Strategy(Hinted):
         -------
         nest of arrays
             The values in the order of the replicas, on the same device, equal on every rank.
+
+        Examples
+        --------
+        >>> len(strategy.all_gather(np.ones(2), axis=0)) == 2 * strategy.size
+        True
         """
         return self._as_replicas(
             "all_gather", value, lambda group, own: group.all_gather(own, axis, options)
@@ -709,6 +769,11 @@ class Strategy(Hinted):
         -------
         nest
             The value of replica `root`.
+
+        Examples
+        --------
+        >>> strategy.broadcast(np.ones(2))
+        array([1., 1.])
         """
         return self._as_replicas(
             "broadcast", value, lambda group, own: group.broadcast(own, root, options)
@@ -734,6 +799,10 @@ class Strategy(Hinted):
         -------
         nest
             This replica's part. A `PerReplica` if a rank runs several replicas.
+
+        Examples
+        --------
+        >>> part = strategy.scatter(np.arange(4.0))  # rank 0's array, divided by its first axis
         """
         parts = self._as_replicas(
             "scatter", value, lambda group, own: group.scatter(own, root, options)
@@ -931,6 +1000,10 @@ class Strategy(Hinted):
         ------
         ContextError
             Inside a replica function: use `ReplicaContext.barrier` there.
+
+        Examples
+        --------
+        >>> strategy.barrier()
         """
         objects.barrier(self._collectives)
 
@@ -962,6 +1035,11 @@ class Strategy(Hinted):
             If there is no rank `root`.
         ContextError
             Inside a replica function: use `ReplicaContext.broadcast_object` there.
+
+        Examples
+        --------
+        >>> strategy.broadcast_object({"seed": 7})
+        {'seed': 7}
         """
         return objects.broadcast_object(self._collectives, "broadcast_object", obj, root)
 
@@ -989,6 +1067,11 @@ class Strategy(Hinted):
             `CollectiveMismatchError` that names the error.
         ContextError
             Inside a replica function: use `ReplicaContext.all_gather_object` there.
+
+        Examples
+        --------
+        >>> strategy.gather_objects("ready") == ["ready"] * strategy.size
+        True
         """
         return objects.gather_objects(self._collectives, "gather_objects", obj)
 

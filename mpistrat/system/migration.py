@@ -23,7 +23,7 @@ _GATHER = (
 _EQUAL = "nothing: a variable made in strategy.scope() has the value of rank 0 on every rank"
 _APPLY = "ms.optimizers.SGD or Adam: apply_gradients inside strategy.run sums over replicas"
 _ARRAY = "numpy or cupy arrays; ms.Variable for trainable values"
-_BATCHES = "strategy.experimental_distribute_dataset(dataset), which reads each rank's part"
+_BATCHES = "strategy.distribute_dataset(dataset), which reads each rank's part"
 _FILE = "ms.Checkpoint(model=model).write(path) and .restore(path)"
 _CLOSE = "strategy.close(), or nothing: MPI ends with the program"
 _GRADIENTS = "your own gradients, or PyTorch tensors; ms.gradients differentiates collectives"

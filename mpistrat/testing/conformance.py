@@ -234,7 +234,7 @@ class StrategyTests:
         assert self.repeats or max(Counter(calls).values()) == 1
 
     def test_each_replica_gets_its_component_of_arguments(self) -> None:
-        numbers = self.strategy.experimental_distribute_values_from_function(
+        numbers = self.strategy.distribute_values_from_function(
             lambda context: context.replica_id_in_sync_group
         )
         result = self.strategy.run(
@@ -453,13 +453,13 @@ class StrategyTests:
         assert variable.numpy() == 3.0
 
     def test_values_from_a_function(self) -> None:
-        values = self.strategy.experimental_distribute_values_from_function(
+        values = self.strategy.distribute_values_from_function(
             lambda context: (context.replica_id_in_sync_group, context.num_replicas_in_sync)
         )
         self.check_each(values, lambda number: (number, self.size))
 
     def test_batches_are_divided_over_replicas(self) -> None:
-        batches = self.strategy.experimental_distribute_dataset(Dataset.range(7).batch(4))
+        batches = self.strategy.distribute_dataset(Dataset.range(7).batch(4))
         for _ in range(2):
             for batch, rows in zip(batches, ([0, 1, 2, 3], [4, 5, 6]), strict=True):
                 share = -(-len(rows) // self.size)

@@ -190,7 +190,7 @@ def _data(job: _Job) -> str:
             file.create_dataset("x", data=x, chunks=(16,), compression="gzip")
     context.collectives_of(job.strategy).gather_json(None, "smoke")  # wait for the file
     data = Dataset.from_hdf5(str(path), "x").shuffle(seed=1).batch(_BATCH)
-    batches = job.strategy.experimental_distribute_dataset(data)
+    batches = job.strategy.distribute_dataset(data)
     own: list[float] = []
     for batch in batches:
         job.strategy.run(lambda part: own.append(float(part.sum())), (batch,))

@@ -31,12 +31,12 @@ from mpistrat.values import localize
 
 _NO_WORKERS = (
     "num_workers must be 0: mpistrat reads in threads, and a fork of a rank may not "
-    "communicate. Use DataLoader(dataset, batch_size=None), and prefetch(n) of the data set to "
+    "communicate. Use DataLoader(dataset, batch_size=None), and prefetch(n) of the dataset to "
     "prepare batches ahead."
 )
 _NO_BATCH_SIZE = (
-    "batch_size must be None: the data set yields batches already, and the loader would stack "
-    "them. Use DataLoader(dataset, batch_size=None), and batch(global_batch_size) of the data set."
+    "batch_size must be None: the dataset yields batches already, and the loader would stack "
+    "them. Use DataLoader(dataset, batch_size=None), and batch(global_batch_size) of the dataset."
 )
 
 
@@ -45,7 +45,7 @@ class HDF5Dataset(IterableDataset[Any]):
 
     **Collective** over `group`: every rank creates one from the same `dataset`. Iterate over it
     directly, or through ``DataLoader(dataset, batch_size=None)``. Each iteration is the next epoch.
-    The order is the same as in ``Strategy.experimental_distribute_dataset``: global batch k holds
+    The order is the same as in ``Strategy.distribute_dataset``: global batch k holds
     the same examples at any number of ranks, and rank r gets its r-th slice. If the last batch is
     short, some ranks may get no examples of it: their tensors have length 0, whose mean is NaN.
     Drop such a batch by ``batch(..., drop_remainder=True)``, or let DDP continue without these

@@ -128,27 +128,71 @@ class HDF5Writer(StorageWriter):
         return f"HDF5Writer({self._path!r}, step={self._step})"
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin a new file, at the path `checkpoint_id` if it is passed."""
+        """Begin a new file, at the path `checkpoint_id` if it is passed.
+
+        **Local**. torch calls it at the start of each save.
+
+        Parameters
+        ----------
+        checkpoint_id : str or path, optional
+            Path of the new file. By default the path stays as it is.
+        """
         self._abandon("another save has begun")
         if checkpoint_id is not None:
             self._path = checked_path(_WHAT, checkpoint_id)
 
     @property
     def checkpoint_id(self) -> str:
-        """The path of the file."""
+        """The path of the file. Local."""
         return self._path
 
     def storage_meta(self) -> StorageMeta:
-        """Return the path in the form that torch's planners expect."""
+        """Return the path in the form that torch's planners expect.
+
+        **Local**.
+
+        Returns
+        -------
+        torch.distributed.checkpoint.metadata.StorageMeta
+            The path, and a new identifier of this save.
+        """
         return StorageMeta(checkpoint_id=self._path, save_id=uuid.uuid4().hex)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether `checkpoint_id` may be the path of an HDF5 file."""
+        """Return whether `checkpoint_id` may be the path of an HDF5 file.
+
+        **Local**.
+
+        Parameters
+        ----------
+        checkpoint_id : str or path
+            The path to look at; the file need not exist.
+
+        Returns
+        -------
+        bool
+            Whether the name ends with ``.h5`` or ``.hdf5``.
+        """
         return os.fspath(checkpoint_id).endswith((".h5", ".hdf5"))
 
     def set_up_storage_writer(self, is_coordinator: bool, *_: Any, **kwargs: Any) -> None:
-        """Raise for saves in which no rank coordinates the others."""
+        """Raise for saves in which no rank coordinates the others.
+
+        **Local**.
+
+        Parameters
+        ----------
+        is_coordinator : bool
+            Whether this rank coordinates the save. It is not used.
+        **kwargs
+            ``use_collectives``: whether the ranks plan together; other keywords are ignored.
+
+        Raises
+        ------
+        ValueError
+            If the ranks of a process group would plan separately.
+        """
         if not kwargs.get("use_collectives", True) and dist.is_initialized():
             raise ValueError(
                 f"{_WHAT} writes one file of all ranks, so they must plan it together. Leave "
@@ -156,14 +200,52 @@ class HDF5Writer(StorageWriter):
             )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Check that tensors can be stored, and report which cores this rank has."""
+        """Check that tensors can be stored, and report which cores this rank has.
+
+        **Local**.
+
+        Parameters
+        ----------
+        plan : torch.distributed.checkpoint.SavePlan
+            The tensors and values that this rank saves.
+
+        Returns
+        -------
+        torch.distributed.checkpoint.SavePlan
+            The same plan, with a description of this rank for the coordinator.
+
+        Raises
+        ------
+        TypeError
+            For tensors that HDF5 has no type for.
+        """
         for item in plan.items:
             if item.tensor_data is not None:
                 _check_storable(item.index.fqn, item.tensor_data.properties)
         return dataclasses.replace(plan, storage_data=this_worker())
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Create the file with space for all tensors, on the coordinator."""
+        """Create the file with space for all tensors, on the coordinator.
+
+        **Local**; only the coordinator calls it.
+
+        Parameters
+        ----------
+        plans : list of torch.distributed.checkpoint.SavePlan
+            The plans of all ranks, in their order.
+
+        Returns
+        -------
+        list of torch.distributed.checkpoint.SavePlan
+            The plans, each with the places in the file that its rank writes.
+
+        Raises
+        ------
+        CheckpointError
+            If the file cannot be created.
+        ValueError
+            If plans are kept from an earlier save, or keys of the state dict cannot be paths.
+        """
         if not all(getattr(plan, "usable", True) for plan in plans):
             raise ValueError(
                 f"{_WHAT} makes a new file in each save, so plans cannot be kept from one save to "
@@ -189,7 +271,27 @@ class HDF5Writer(StorageWriter):
         return _with_tasks(plans, self._room)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's shards, wait for the other ranks, and read back some of the pages."""
+        """Write this rank's shards, wait for the other ranks, and read back some of the pages.
+
+        **Collective** over the ranks of the save.
+
+        Parameters
+        ----------
+        plan : torch.distributed.checkpoint.SavePlan
+            What this rank writes, from `prepare_global_plan`.
+        planner : torch.distributed.checkpoint.SavePlanner
+            Returns the data of each item.
+
+        Returns
+        -------
+        torch.futures.Future
+            Complete already; its value is a list of one result per shard, value and digest.
+
+        Raises
+        ------
+        CheckpointError
+            If this rank cannot write.
+        """
         task: _Task = plan.storage_data
         results: list[WriteResult] = []
         try:
@@ -234,7 +336,22 @@ class HDF5Writer(StorageWriter):
         return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Add digests and JSON, flush the file and rename it to its path, on the coordinator."""
+        """Add digests and JSON, flush the file and rename it to its path, on the coordinator.
+
+        **Local**; only the coordinator calls it.
+
+        Parameters
+        ----------
+        metadata : torch.distributed.checkpoint.Metadata
+            Description of the save. It is not used: the file describes itself.
+        results : list of lists of WriteResult
+            The results of `write_data` of all ranks.
+
+        Raises
+        ------
+        CheckpointError
+            If the file cannot be completed. A file that was there before is unchanged.
+        """
         if self._file is None:
             raise RuntimeError(f"{_WHAT}.finish was called before prepare_global_plan")
         try:

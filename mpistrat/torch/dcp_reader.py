@@ -98,38 +98,110 @@ class HDF5Reader(StorageReader):
         return f"HDF5Reader({self._path!r})"
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin a new load, of the file `checkpoint_id` if it is passed."""
+        """Begin a new load, of the file `checkpoint_id` if it is passed.
+
+        **Local**. torch calls it at the start of each load.
+
+        Parameters
+        ----------
+        checkpoint_id : str or path, optional
+            Path of the file to read. By default the path stays as it is.
+        """
         self._contents = _Contents()
         if checkpoint_id is not None:
             self._path = checked_path(_WHAT, checkpoint_id)
 
     @property
     def checkpoint_id(self) -> str:
-        """The path of the file."""
+        """The path of the file. Local."""
         return self._path
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether `checkpoint_id` is the path of a file."""
+        """Return whether `checkpoint_id` is the path of a file.
+
+        **Local**.
+
+        Parameters
+        ----------
+        checkpoint_id : str or path
+            The path to look at.
+
+        Returns
+        -------
+        bool
+            Whether there is such a file. Its contents are not examined.
+        """
         return os.path.isfile(checkpoint_id)
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """Return a description of the file's contents, without the values of tensors."""
+        """Return a description of the file's contents, without the values of tensors.
+
+        **Local**.
+
+        Returns
+        -------
+        torch.distributed.checkpoint.Metadata
+            Names, shapes and dtypes of the tensors, and names of the other values.
+
+        Raises
+        ------
+        CheckpointError
+            If there is no such file.
+        CheckpointCorruptError
+            If it is damaged.
+        """
         self._contents = _Contents.of(self._path)
         return self._contents.metadata()
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *_: Any, **__: Any
     ) -> None:
-        """Do nothing: `read_metadata` has read the description already."""
+        """Do nothing: `read_metadata` has read the description already.
+
+        **Local**.
+
+        Parameters
+        ----------
+        metadata : torch.distributed.checkpoint.Metadata
+            The result of `read_metadata`. It is not used.
+        is_coordinator : bool
+            Whether this rank coordinates the load. It is not used.
+        """
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Report which cores this rank has, and which datasets it reads."""
+        """Report which cores this rank has, and which datasets it reads.
+
+        **Local**.
+
+        Parameters
+        ----------
+        plan : torch.distributed.checkpoint.LoadPlan
+            The tensors and values that this rank loads.
+
+        Returns
+        -------
+        torch.distributed.checkpoint.LoadPlan
+            The same plan, with a description of this rank for the coordinator.
+        """
         names = {self._contents.names[each] for each in _tensors_of(plan)}
         return dataclasses.replace(plan, storage_data=(this_worker(), names))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Divide the datasets to read among the ranks, which check their digests."""
+        """Divide the datasets to read among the ranks, which check their digests.
+
+        **Local**; only the coordinator calls it.
+
+        Parameters
+        ----------
+        plans : list of torch.distributed.checkpoint.LoadPlan
+            The plans of all ranks, in their order.
+
+        Returns
+        -------
+        list of torch.distributed.checkpoint.LoadPlan
+            The plans, each with the datasets whose digests its rank checks.
+        """
         workers = [plan.storage_data[0] for plan in plans]
         names = set().union(*(plan.storage_data[1] for plan in plans))
         sizes = {name: self._contents.infos[name].size_bytes for name in names}
@@ -148,7 +220,27 @@ class HDF5Reader(StorageReader):
         ]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Check digests, then fill this rank's tensors and values."""
+        """Check digests, then fill this rank's tensors and values.
+
+        **Collective** over the ranks of the load.
+
+        Parameters
+        ----------
+        plan : torch.distributed.checkpoint.LoadPlan
+            What this rank reads, from `prepare_global_plan`.
+        planner : torch.distributed.checkpoint.LoadPlanner
+            Receives the values, and returns the tensors to fill.
+
+        Returns
+        -------
+        torch.futures.Future
+            Complete already; its value is ``None``.
+
+        Raises
+        ------
+        CheckpointCorruptError
+            If the data that this rank checks or reads is damaged.
+        """
         task: _Task = plan.storage_data
         contents = self._contents
         with contents.open(self._path) as (handle, reader):

@@ -136,6 +136,27 @@ def test_json_is_strict(tmp_path, capsys):
     assert found["state"]["data"]["best"] == "inf"
 
 
+def test_inspect_of_a_folder_takes_the_newest_checkpoint(tmp_path, capsys):
+    for step in (2, 1):
+        os.utime(write(tmp_path / f"checkpoint-{step}.h5", step=step), (step, step))
+    with h5py.File(tmp_path / "data.h5", "w") as data:
+        data["x"] = np.zeros(3)
+    assert main(["inspect", str(tmp_path)]) == 0
+    said = capsys.readouterr()
+    newest = tmp_path / "checkpoint-2.h5"
+    assert f"{newest}: step 2" in said.out
+    assert f"{newest} is the newest of 2 checkpoints in the folder." in said.err
+
+
+def test_inspect_of_a_folder_without_checkpoints_says_so(tmp_path, capsys):
+    assert main(["inspect", str(tmp_path)]) == 2
+    assert "There is no checkpoint (*.h5) in the folder" in capsys.readouterr().err
+    with h5py.File(tmp_path / "data.h5", "w") as data:
+        data["x"] = np.zeros(3)
+    assert main(["inspect", str(tmp_path)]) == 2
+    assert "only data files. Name one of them: data.h5." in capsys.readouterr().err
+
+
 def test_inspect_names_bad_files(file, tmp_path, capsys):
     assert main(["inspect", str(tmp_path / "absent.h5")]) == 2
     assert "absent.h5" in capsys.readouterr().err

@@ -6,6 +6,7 @@ collect_ignore = outside_mpiexec(
     "test_cost_model.py",
     "test_gpu_report.py",
     "test_pictures.py",
+    "test_same_claims.py",
     "test_sentences.py",
     "test_site_check.py",
 )

@@ -18,16 +18,16 @@ HUES = ("blue", "orange", "green", "red", "purple", "slate")
 BY_NAME = {picture.name: picture for picture in PICTURES}
 
 
-def words_of(name):
+def words_of(name, version="-light"):
     """Return all text in a picture, as a reader or a screen reader finds it."""
-    (path, _), *_ = BY_NAME[name].files().items()
+    path = next(path for path in BY_NAME[name].files() if path.stem.endswith(version))
     return " ".join("".join(each.itertext()) for each in ET.parse(path).iter(f"{SVG}text"))
 
 
 @pytest.mark.parametrize("name", BY_NAME)
 def test_the_picture_is_up_to_date(name):
-    for path, palette in BY_NAME[name].files().items():
-        assert path.read_text() == BY_NAME[name].svg(palette), "run make pictures"
+    for path, version in BY_NAME[name].files().items():
+        assert path.read_text() == BY_NAME[name].svg(*version), "run make pictures"
 
 
 def test_nothing_else_lies_beside_the_pictures():
@@ -41,7 +41,7 @@ def test_nothing_else_lies_beside_the_pictures():
 @pytest.mark.parametrize("name", BY_NAME)
 def test_the_text_is_inside_and_has_contrast(name):
     # Widths of the letters of a wide font, such as DejaVu Sans, so that others fit as well.
-    for path, palette in BY_NAME[name].files().items():
+    for path, (palette, _) in BY_NAME[name].files().items():
         root = ET.parse(path).getroot()
         assert root.find(f"{SVG}title").text
         width, height = float(root.get("width")), float(root.get("height"))
@@ -109,6 +109,17 @@ def test_the_picture_of_layers_shows_every_module():
 def test_it_mentions_what_it_is_about(name, said):
     words = words_of(name)
     assert [each for each in said.split() if each not in words] == []
+
+
+@pytest.mark.parametrize("name", [name for name, each in BY_NAME.items() if each.narrow])
+def test_the_version_for_phones_fits_and_has_the_same_numbers(name):
+    for path, (_, is_narrow) in BY_NAME[name].files().items():
+        if is_narrow:
+            assert float(ET.parse(path).getroot().get("width")) <= 360
+    numbers = [
+        set(re.findall(r"\d[\d.,]*", words_of(name, f"{each}-light"))) for each in ("", "-narrow")
+    ]
+    assert numbers[0] == numbers[1]
 
 
 def test_the_error_names_the_lines_of_the_two_calls():

@@ -58,6 +58,11 @@ def test_admonitions_and_alternative_texts_are_searched(tmp_path, phrases):
     assert len(found(tmp_path, phrases, "page.md", text)) == 2
 
 
+def test_directives_with_sentences_are_searched(tmp_path, phrases):
+    text = "# Title\n\n```{glossary}\nepoch\n  Begins\n  anew.\n```\n\n```{toctree}\nanew\n```\n"
+    assert found(tmp_path, phrases, "page.md", text) == ["6: 'anew'"]
+
+
 def test_docstrings_are_searched_without_their_code(tmp_path, phrases):
     text = '''"""First line. Great!
 

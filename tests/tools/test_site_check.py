@@ -23,7 +23,9 @@ FAULTS = {
     '<a href="gone.html">x</a>': "link to gone.html, which is missing",
     '<a href="other.html#gone">x</a>': "link to other.html#gone: no such anchor",
     '<img src="gone.png">': "gone.png is not a picture",
-    '<table><tr><td><div style="width: 900px">x</div></table>': "(420 px, light): the page is",
+    '<table><tr><td><div style="width: 900px">x</div></table>': "(390 px, light): the page is",
+    "<table><tr><td><div style='width: 300px'>x</div><td>y</table>": "the second column of table",
+    '<div style="height: 8000px">x</div>': "px tall, at most 7000 are allowed",
     "<script>undefined_function()</script>": "console: undefined_function is not defined",
     "<pre>x = 1</pre>": "code without a copy button: pre x = 1",
     '<div><pre style="color: #999">x</pre><button class=copybtn></button></div>': "code 2.8",
@@ -62,7 +64,7 @@ def test_pictures_of_pages_are_kept(site, tmp_path_factory):
     names = {
         f"{page}-{w}-{s}.png"
         for page in ("index", "other")
-        for w in (420, 1400)
+        for w in (390, 1400)
         for s in ("light", "dark")
     }
     assert {path.name for path in folder.iterdir()} == names

@@ -383,7 +383,7 @@ def test_workers_are_refused(world, monkeypatch):
 @pytest.mark.parametrize("arguments", [{}, {"batch_size": 1}, {"batch_size": 2, "drop_last": True}])
 def test_loaders_that_would_stack_batches_are_refused(world, arguments):
     dataset = mst.HDF5Dataset(ms.data.Dataset.range(8).batch(4))
-    with pytest.raises(ValueError, match="batch_size must be None: the data set yields batches"):
+    with pytest.raises(ValueError, match="batch_size must be None: the dataset yields batches"):
         list(torch.utils.data.DataLoader(dataset, **arguments))
     assert len(list(torch.utils.data.DataLoader(dataset, batch_size=None))) == 2
 

@@ -42,8 +42,8 @@ def draw(palette: Palette) -> str:
         d.text(x + 26, y + 16, name, mono=True, size=13.5, bold=depth == 1)
         d.text(330, y + 16, detail, size=13, colour=p.muted)
     y = height - 20
-    for x, kind, name in ((20, "group", "group"), (120, "array", "data set of numbers"),
-                          (310, "text", "data set of JSON text")):  # fmt: skip
+    for x, kind, name in ((20, "group", "group"), (120, "array", "dataset of numbers"),
+                          (310, "text", "dataset of JSON text")):  # fmt: skip
         _icon(d, x, y - 14, kind, colours[kind])
         d.text(x + 26, y + 2, name, size=13)
     d.text(800, y + 2, "written under a temporary name, then renamed", size=13, anchor="end",

@@ -13,12 +13,14 @@ from tools.pictures.palette import Palette
 from tools.pictures.svg import Drawing
 from tools.pictures.terminal import height_of, terminal, wrap
 
-__all__ = ["draw", "record"]
+__all__ = ["draw", "draw_narrow", "record"]
 
 _PROGRAMS = Path(__file__).parent / "programs"
 _PLAIN, _OURS = "evaluate_mpi4py.py", "evaluate_mpistrat.py"
 _LIMIT_S = 30
 _COLUMNS = 104
+_NARROW_COLUMNS = 42
+"""Of a terminal in the picture for phones."""
 _MARKS = (
     (r"mpistrat\.errors\.\w+", "red"),
     (r"rank \d:", "orange"),
@@ -52,8 +54,27 @@ def record() -> dict[str, Any]:
     }
 
 
+_TITLE = "mpi4py hangs; mpistrat names the ranks and lines"
+
+
 def draw(palette: Palette, recorded: dict[str, Any]) -> str:
     """Return the picture."""
+    titles = ("mpi4py: rank 0 makes a collective call that rank 1 does not", _SAME)
+    return _terminals(palette, 840, titles, *_texts(recorded, _COLUMNS))
+
+
+def draw_narrow(palette: Palette, recorded: dict[str, Any]) -> str:
+    """Return the picture for a phone, with wrapped lines."""
+    above, below = _texts(recorded, _NARROW_COLUMNS)
+    titles = ("mpi4py: only rank 0 calls Allreduce", _SAME)
+    return _terminals(palette, 360, titles, wrap(above, _NARROW_COLUMNS), below)
+
+
+_SAME = "mpistrat: the same mistake"
+
+
+def _texts(recorded: dict[str, Any], columns: int) -> tuple[list[str], list[str]]:
+    """Return what the two terminals show."""
     plain, ours = recorded["plain"], recorded["mpistrat"]
     program = (_PROGRAMS / _PLAIN).read_text().splitlines()
     above = [
@@ -64,10 +85,16 @@ def draw(palette: Palette, recorded: dict[str, Any]) -> str:
         f"# {'nothing' if not plain['lines'] else 'no more'} for {plain['seconds']} s, "
         f"until timeout kills it: exit code {plain['exit']}",
     ]
-    below = [f"$ mpiexec -n 2 python {_OURS}", *wrap(ours["lines"], _COLUMNS)]
+    below = [f"$ mpiexec -n 2 python {_OURS}", *ours["lines"]]
+    return above, wrap(below, columns)
+
+
+def _terminals(
+    palette: Palette, width: int, titles: tuple[str, str], above: list[str], below: list[str]
+) -> str:
     gap = 18
     height = height_of(len(above)) + gap + height_of(len(below)) + 2
-    d = Drawing(840, round(height), palette, "mpi4py hangs; mpistrat names the ranks and lines")
-    terminal(d, 1, "mpi4py: rank 0 makes a collective call that rank 1 does not", above, _MARKS)
-    terminal(d, 1 + height_of(len(above)) + gap, "mpistrat: the same mistake", below, _MARKS)
+    d = Drawing(width, round(height), palette, _TITLE)
+    terminal(d, 1, titles[0], above, _MARKS)
+    terminal(d, 1 + height_of(len(above)) + gap, titles[1], below, _MARKS)
     return d.render()

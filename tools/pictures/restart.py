@@ -18,7 +18,7 @@ from tools.pictures.chart import Axis, Chart
 from tools.pictures.palette import Palette
 from tools.pictures.svg import Drawing
 
-__all__ = ["draw", "record"]
+__all__ = ["draw", "draw_narrow", "record"]
 
 _EPOCHS, _KILLED_AFTER = 30, 12
 _BEFORE, _AFTER = 2, 3
@@ -94,17 +94,42 @@ def _losses(output: Path) -> list[float]:
     return [round(row["loss"], 6) for row in rows]
 
 
+_TITLE = "A run killed on 2 ranks resumes on 3 ranks, with the same losses"
+
+
 def draw(palette: Palette, recorded: dict[str, Any]) -> str:
     """Return the picture."""
-    p = palette
-    killed, (before, after) = recorded["killed_after"], recorded["ranks"]
-    whole, resumed = recorded["undisturbed"], recorded["resumed"]
-    d = Drawing(820, 350, p, "A run killed on 2 ranks resumes on 3 ranks, with the same losses")
+    before, after = recorded["ranks"]
+    d = Drawing(820, 266, palette, _TITLE)
     d.text(10, 26, f"Killed on {before} ranks, resumed on {after}", bold=True, size=16)
     d.text(10, 47, "jobs/train_digits.py: the losses are those of an undisturbed run", size=13,
-           colour=p.muted)  # fmt: skip
+           colour=palette.muted)  # fmt: skip
+    _curves(d, (60, 84, 790, 222), recorded, legend=(560, 100))
+    return d.render()
+
+
+def draw_narrow(palette: Palette, recorded: dict[str, Any]) -> str:
+    """Return the picture for a phone."""
+    before, after = recorded["ranks"]
+    d = Drawing(360, 340, palette, _TITLE)
+    d.text(4, 22, f"Killed on {before} ranks, resumed on {after}", bold=True, size=16)
+    d.text(4, 42, "jobs/train_digits.py, and an undisturbed run", size=13, colour=palette.muted)
+    _curves(d, (44, 76, 352, 296), recorded, legend=(152, 112))
+    return d.render()
+
+
+def _curves(
+    d: Drawing,
+    box: tuple[float, float, float, float],
+    recorded: dict[str, Any],
+    legend: tuple[float, float],
+) -> None:
+    """Draw both curves in a part of the drawing, and the legend within it."""
+    p = d.palette
+    killed, (before, after) = recorded["killed_after"], recorded["ranks"]
+    whole, resumed = recorded["undisturbed"], recorded["resumed"]
     y = Axis(0.02, 3, "training loss", is_log=True, ticks=(0.03, 0.1, 0.3, 1, 3))
-    chart = Chart(d, (60, 84, 660, 296), Axis(0, recorded["epochs"], "epoch"), y)
+    chart = Chart(d, box, Axis(0, recorded["epochs"], "epoch"), y)
     chart.frame()
     epochs = range(1, len(whole) + 1)
     chart.curve(zip(epochs, whole, strict=True), p.slate, width=7)
@@ -116,12 +141,13 @@ def draw(palette: Palette, recorded: dict[str, Any]) -> str:
     for shift in (-1, 1):
         d.line([(x - 5, y_kill - 5 * shift), (x + 5, y_kill + 5 * shift)], colour=p.red, width=2.6)
     d.text(x + 8, chart.top + 12, f"SIGKILL after epoch {killed}", size=13, colour=p.red)
-    chart.label(points[killed // 2], f"{before} ranks", p.blue, bold=True, shift=(14, -8))
+    chart.label(points[killed // 2], f"{before} ranks", p.blue, bold=True, shift=(2, -12))
     middle = points[(killed + len(points)) // 2]
-    chart.label(middle, f"--resume on {after} ranks", p.green, bold=True, shift=(-6, -14))
+    chart.label(middle, f"--resume on {after} ranks", p.green, bold=True, shift=(-74, -24))
     gap = max(abs(a - b) / a for a, b in zip(whole, resumed, strict=True))
     equal = "equal to 5 digits" if gap < 1e-5 else f"within {gap:.1g} of it"
-    d.line([(690, 100), (724, 100)], colour=p.slate, width=7)
-    d.text(732, 104, "undisturbed", size=13, colour=p.muted)
-    d.text(690, 124, equal, size=13, colour=p.muted)
-    return d.render()
+    left, top = legend
+    left = max(left, x + 8)
+    d.line([(left, top), (left + 34, top)], colour=p.slate, width=7)
+    d.text(left + 42, top + 4, "undisturbed run:", size=13, colour=p.muted)
+    d.text(left + 42, top + 22, equal, size=13, colour=p.muted)

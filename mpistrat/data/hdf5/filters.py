@@ -309,7 +309,7 @@ def name_of_filter(number: int) -> str:
 def install_filter(name: str) -> str:
     """Return a sentence that says how to make a filter available."""
     if name in _OF_HDF5PLUGIN:
-        return 'Install it with: pip install "mpistrat[compression]", which brings hdf5plugin.'
+        return "Install it with: pip install hdf5plugin."
     return "Let HDF5_PLUGIN_PATH name the folder of its plugin, or write the file without it."
 
 
