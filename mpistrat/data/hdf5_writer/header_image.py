@@ -118,18 +118,24 @@ class Image:
     """Position of the value of each attribute of the root group."""
 
 
-Fill = Callable[[Any, Any], dict[str, Any]]
-"""Takes the file and the new root group, fills it, and returns datasets whose places are needed."""
+Fill = Callable[[Any, Any, Any], dict[str, Any]]
+"""Takes the file, the same file to read values from, and the new root group. Fills the group, and
+returns datasets whose places are needed."""
 
 
 def make_image(read: Read, superblock: Superblock, root: Root, end: int, fill: Fill) -> Image:
     """Return the bytes that follow a file with the root group `root` and `end`, a multiple of 8."""
     h5py = hdf5.h5py()
-    view = _View(read, superblock, root, end)
-    with h5py.File(view, "r+", libver=("earliest", "latest")) as file:
+    view, source_view = (_View(read, superblock, root, end) for _ in range(2))
+    # Values are read through a second file. HDF5 puts new strings of any length into a heap that
+    # it has read before if there is room, and that change would be dropped.
+    with (
+        h5py.File(source_view, "r") as source,
+        h5py.File(view, "r+", libver=("earliest", "latest")) as file,
+    ):
         # The group gets no name: HDF5 would have to change the old root group for it.
         group = h5py.Group(h5py.h5g.create(file.id, None))
-        places = fill(file, group)
+        places = fill(file, source, group)
         addresses = {name: h5py.h5o.get_info(each.id).addr for name, each in places.items()}
         header = h5py.h5o.get_info(group.id).addr
         file.flush()
@@ -223,7 +229,8 @@ class HeaderTemplate:
             whole[places] = words.view(np.uint8).reshape(-1, 8)
         del whole
         for name, place in self.image.datasets.items():
-            struct.pack_into("<Q", data, place.rows, rows[name])
+            if name in rows:
+                struct.pack_into("<Q", data, place.rows, rows[name])
             struct.pack_into("<Q", data, place.tree, trees[name])
         struct.pack_into("<q", data, self.image.attributes[STEPS], steps)
         struct.pack_into("<q", data, self.image.attributes[END], end)
