@@ -145,6 +145,7 @@ class _Copier:
             new.copy(self._source[path], name)
             return new[name]
         properties, space = old.id.get_create_plist(), old.id.get_space()
+        properties.set_obj_track_times(False)  # headers must not depend on when they are made
         if old.chunks and old.maxshape[0] is None:
             unlimited = h5py.h5s.UNLIMITED
             limits = [unlimited if length is None else length for length in old.maxshape]
