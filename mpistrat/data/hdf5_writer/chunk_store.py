@@ -175,9 +175,7 @@ class ChunkStore:
         block, rest = divmod(dataset.rows, geometry.chunk[0])
         cells = range(geometry.num_cells) if rest else ()
         return [
-            (block, cell)
-            for cell in cells
-            if geometry.owner(block, cell, self._size) == self._rank
+            (block, cell) for cell in cells if geometry.owner(block, cell, self._size) == self._rank
         ]
 
     def fill_last(self, dataset: OutputDataset, stored: Any) -> None:
@@ -187,10 +185,12 @@ class ChunkStore:
             inner = geometry.inner_shape(place[1])
             starts = geometry.offsets(*place)
             num_rows = dataset.rows - starts[0]
-            index = tuple(slice(s, s + n) for s, n in zip(starts[1:], inner, strict=True))
+            parts = (slice(s, s + n) for s, n in zip(starts[1:], inner, strict=True))
+            index = (slice(starts[0], dataset.rows), *parts)
             elements = dataset.blank()
-            rows = stored[(slice(starts[0], dataset.rows), *index)]
-            target = elements[(slice(num_rows), *(slice(n) for n in inner))]
+            rows = stored[index]
+            own = (slice(num_rows), *(slice(n) for n in inner))
+            target = elements[own]
             target[...] = rows.view(dataset.dtype) if dataset.dtype != rows.dtype else rows
             count = num_rows * math.prod(inner)
             column.chunks[place] = OpenChunk(elements, count)
@@ -271,9 +271,7 @@ class ChunkStore:
                         found.append((column.dataset, place, chunk, False))
         return self._encoded(found)
 
-    def _encoded(
-        self, found: list[tuple[OutputDataset, Place, OpenChunk, bool]]
-    ) -> list[Encoded]:
+    def _encoded(self, found: list[tuple[OutputDataset, Place, OpenChunk, bool]]) -> list[Encoded]:
         results: list[Any] = [None] * len(found)
 
         def encode(number: int) -> None:
@@ -294,14 +292,16 @@ class ChunkStore:
         if dataset.is_filtered:
             data, mask = dataset.encoder.encode(elements)
             return Encoded(dataset.name, place, data, mask, is_full, len(data), None)
-        whole = memoryview(elements.reshape(-1).view(np.uint8))
+        whole = elements.reshape(-1).view(np.uint8).data
         if not dataset.is_chunked:
             rows = dataset.rows_of_block(place[0]) * (size // dataset.geometry.chunk[0])
             return Encoded(dataset.name, place, whole[:rows], 0, True, rows, chunk.address)
         # Rows behind those of the last commit may be added in place.
         start = chunk.stored_rows * (size // dataset.geometry.chunk[0])
-        stop = size if chunk.address is None else self._num_rows(dataset, place, chunk) * (
-            size // dataset.geometry.chunk[0]
+        stop = (
+            size
+            if chunk.address is None
+            else self._num_rows(dataset, place, chunk) * (size // dataset.geometry.chunk[0])
         )
         return Encoded(dataset.name, place, whole[start:stop], 0, True, size, chunk.address, start)
 
@@ -368,8 +368,9 @@ class ChunkStore:
                     continue
                 chunk, row = column.chunks.get((block, cell)), 0
                 if chunk is not None and chunk.written is not None:
-                    inner = tuple(slice(n) for n in geometry.inner_shape(cell))
-                    seen = chunk.written[(slice(dataset.rows_of_block(block)), *inner)]
+                    inner = (slice(n) for n in geometry.inner_shape(cell))
+                    index = (slice(dataset.rows_of_block(block)), *inner)
+                    seen = chunk.written[index]
                     row = int(np.argmin(seen.reshape(len(seen), -1).all(axis=1)))
                 found.append(block * geometry.chunk[0] + row)
         return min(found, default=None)
@@ -402,7 +403,7 @@ class ChunkStore:
         if chunk.elements is None:
             assert chunk.slot is not None
             elements = np.empty(dataset.geometry.chunk, dataset.dtype)
-            memory = memoryview(elements.reshape(-1).view(np.uint8))
+            memory = elements.reshape(-1).view(np.uint8).data
             if os.preadv(self._spill.fileno(), [memory], chunk.slot) != len(memory):
                 raise OSError("The temporary file of HDF5Writer is too short.")
             chunk.elements = elements

@@ -109,7 +109,9 @@ class ChunkTree:
 
     def _right_key_of(self, entry: ChunkEntry) -> bytes:
         # As HDF5 does: one chunk further in every dimension, of which the last is the element.
-        beyond = (start + size for start, size in zip(entry.offsets, self._chunk_shape, strict=True))
+        beyond = (
+            start + size for start, size in zip(entry.offsets, self._chunk_shape, strict=True)
+        )
         return struct.pack(f"<II{len(entry.offsets) + 1}Q", 0, 0, *beyond, self._item_bytes)
 
 

@@ -120,7 +120,9 @@ def make_dataset(
             "all rows in one dataset, and the number of elements of each row in a second one, "
             'such as "count".'
         )
-    options = {key: value for key, value in options.items() if value is not None and value is not False}
+    options = {
+        key: value for key, value in options.items() if value is not None and value is not False
+    }
     grows = bool(shape) and shape[0] is None
     is_filtered = any(key != "fillvalue" for key in options)
     if chunks is True or (chunks is None and (grows or (is_filtered and shape))):

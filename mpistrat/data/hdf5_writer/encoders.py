@@ -45,7 +45,7 @@ class ChunkEncoder:
 
     def encode(self, chunk: np.ndarray) -> tuple[Any, int]:
         """Return the stored bytes of a chunk in C order, and its filter mask."""
-        data: Any = memoryview(chunk.reshape(-1).view(np.uint8))
+        data: Any = chunk.reshape(-1).view(np.uint8).data
         mask = 0
         for number, encode in enumerate(self.filters):
             encoded = encode(data)
@@ -128,11 +128,14 @@ def _shuffle(item_bytes: int, data: Any) -> Any:
     shuffled = np.empty(len(items), np.uint8)
     # HDF5 shuffles only whole items, and leaves the bytes of an incomplete item at the end.
     end = num_items * item_bytes
-    planes, rows = shuffled[:end].reshape(item_bytes, num_items), items[:end].reshape(-1, item_bytes)
+    planes, rows = (
+        shuffled[:end].reshape(item_bytes, num_items),
+        items[:end].reshape(-1, item_bytes),
+    )
     for number in range(item_bytes):
         planes[number] = rows[:, number]
     shuffled[end:] = items[end:]
-    return memoryview(shuffled)
+    return shuffled.data
 
 
 def _with_checksum(data: Any) -> bytes:

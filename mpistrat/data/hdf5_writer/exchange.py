@@ -51,12 +51,14 @@ def pieces_of(
             if part.is_shared and owner != rank:
                 continue
             if isinstance(part.array, np.ndarray):
-                host = part.array[(piece.source_rows, *piece.source)]
+                index: tuple[Any, ...] = (piece.source_rows, *piece.source)
+                host = part.array[index]
             else:
                 # From a device, the rows of one block at a time.
                 if source is None or source[0] is not piece.source_rows:
                     source = piece.source_rows, host_view(part.array[piece.source_rows])
-                host = source[1][(slice(None), *piece.source)]
+                index = (slice(None), *piece.source)
+                host = source[1][index]
             yield part.dataset, piece, host, owner
 
 

@@ -61,9 +61,7 @@ class Changes:
     def __bool__(self) -> bool:
         return bool(self.groups or self.datasets or self.static or self.attrs)
 
-    def fill(
-        self, file: Any, source: Any, group: Any, written: Collection[str]
-    ) -> dict[str, Any]:
+    def fill(self, file: Any, source: Any, group: Any, written: Collection[str]) -> dict[str, Any]:
         """Fill a new root group with the objects of the file so far, and the changes.
 
         `written` are the datasets whose chunks HDF5Writer knows.
@@ -111,6 +109,8 @@ class _Copier:
         self._written = written
         self._source = source
         self._around = {part for path in names for part in _parents(path)}
+        self._targets = {h5_address(file[name]) for name in self._names if name in file}
+        self._holds: dict[int, bool] = {}
         self._replaced = replaced or {}
         self._made: dict[int, Any] = {h5_address(file["/"]): None}
         """New objects by the address of the old one, which may have several links."""
@@ -131,12 +131,32 @@ class _Copier:
             address = h5_address(node)
             if address in self._made:
                 new[name] = self._made[address]
-            elif isinstance(node, h5py.Group) and below in self._around | self._names:
+            elif isinstance(node, h5py.Group) and self._is_copied(node, below):
                 self.copy_group(node, new.create_group(name), below)
             elif below in self._names:
                 self._made[address] = self._copy_dataset(node, new, name, below)
             else:
                 h5py.h5o.link(node.id, new.id, os_name(name))
+
+    def _is_copied(self, group: Any, path: str) -> bool:
+        """Return whether the copy of a group differs from it."""
+        return path in self._around | self._names or self._holds_target(group)
+
+    def _holds_target(self, group: Any) -> bool:
+        """Return whether a group has a link, at any depth, to an object that is created again."""
+        h5py, address = hdf5.h5py(), h5_address(group)
+        if address not in self._holds:
+            self._holds[address] = False  # for links back up
+            self._holds[address] = any(
+                h5_address(node) in self._targets
+                or (isinstance(node, h5py.Group) and self._holds_target(node))
+                for node in (
+                    group[name]
+                    for name in group
+                    if isinstance(group.get(name, getlink=True), h5py.HardLink)
+                )
+            )
+        return self._holds[address]
 
     def _copy_dataset(self, old: Any, new: Any, name: str, path: str) -> Any:
         h5py = hdf5.h5py()
@@ -144,8 +164,7 @@ class _Copier:
             # It is copied with its elements, which HDF5Writer does not write.
             new.copy(self._source[path], name)
             return new[name]
-        properties, space = old.id.get_create_plist(), old.id.get_space()
-        properties.set_obj_track_times(False)  # headers must not depend on when they are made
+        properties, space = _properties_of(old), old.id.get_space()
         if old.chunks and old.maxshape[0] is None:
             unlimited = h5py.h5s.UNLIMITED
             limits = [unlimited if length is None else length for length in old.maxshape]
@@ -172,6 +191,24 @@ class _Copier:
             values = np.empty(space.get_simple_extent_dims(), source.dtype)
             source.read(values)
             made.write(values)
+
+
+def _properties_of(dataset: Any) -> Any:
+    """Return properties to create the same dataset with a layout of version 3."""
+    h5p, old = hdf5.h5py().h5p, dataset.id.get_create_plist()
+    new = h5p.create(h5p.DATASET_CREATE)
+    new.set_obj_track_times(False)  # headers must not depend on when they are made
+    if dataset.chunks:
+        new.set_chunk(dataset.chunks)
+    for number in range(old.get_nfilters()):
+        code, flags, values, _ = old.get_filter(number)
+        new.set_filter(code, flags, values)
+    new.set_fill_time(old.get_fill_time())
+    if old.fill_value_defined() == hdf5.h5py().h5d.FILL_VALUE_USER_DEFINED:
+        value = np.empty((), dataset.dtype)
+        old.get_fill_value(value)
+        new.set_fill_value(value)
+    return new
 
 
 def os_name(name: str) -> bytes:

@@ -8,7 +8,7 @@ that are 2**40 bytes apart, the new bytes differ exactly in the pointers among t
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -217,7 +217,12 @@ class HeaderTemplate:
         return len(self.image.data)
 
     def at(
-        self, address: int, rows: dict[str, int], trees: dict[str, int], steps: int, end: int
+        self,
+        address: int,
+        rows: Mapping[str, int],
+        trees: Mapping[str, int],
+        steps: int,
+        end: int,
     ) -> tuple[bytes, Root]:
         """Return a copy for `address` with these numbers of rows, trees, steps and used bytes."""
         data, distance = bytearray(self.image.data), address - self.origin

@@ -109,11 +109,9 @@ def _array(what: str, value: Any) -> Any:
             f"{what} has rows of different lengths. Append its values, and its row_lengths() as a "
             'second dataset, such as "count".'
         )
-    if isinstance(value, str | bytes):
-        array: Any = np.asarray(value if isinstance(value, bytes) else value.encode())
-    elif isinstance(value, np.bytes_):
-        array = np.asarray(value)
-    elif isinstance(value, list | tuple):
+    if isinstance(value, str):
+        array: Any = np.asarray(value.encode())
+    elif isinstance(value, bytes | np.bytes_ | list | tuple):
         array = np.asarray(value)
     else:
         array = as_array(what, value)
@@ -205,18 +203,20 @@ def _place(what: str, array: Any, at: Any, dataset: OutputDataset) -> Any:
         rows = range(row, row + 1)
     else:
         rows = host_view(as_array(what, np.asarray(at) if isinstance(at, list) else at))
-        if rows.ndim != 1 or rows.dtype.kind not in "iu":
-            if rows.size or rows.ndim != 1:
-                raise TypeError(
-                    f"{what}: at must be None, a slice, integers, or a tuple of slices, not "
-                    f"{brief(at)}."
-                )
+        if rows.ndim != 1 or (rows.size and rows.dtype.kind not in "iu"):
+            raise TypeError(
+                f"{what}: at must be None, a slice, integers, or a tuple of slices, not "
+                f"{brief(at)}."
+            )
         rows = rows.astype(np.int64)
     if len(rows) != array.shape[0]:
         raise DataError(f"{what} has {array.shape[0]} rows, but at names {len(rows)}.")
-    if len(rows) and not (min(rows) >= 0 and max(rows) < length):
-        outside = next(int(row) for row in rows if not 0 <= row < length)
-        raise IndexError(f"{what}: row {outside} is out of range: the dataset has {length} rows.")
+    numbers = np.asarray(rows)
+    outside = numbers[(numbers < 0) | (numbers >= length)]
+    if outside.size:
+        raise IndexError(
+            f"{what}: row {outside[0]} is out of range: the dataset has {length} rows."
+        )
     if isinstance(rows, np.ndarray) and len(np.unique(rows)) != len(rows):
         found, counts = np.unique(rows, return_counts=True)
         raise DataError(

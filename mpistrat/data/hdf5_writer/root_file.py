@@ -226,7 +226,7 @@ class RootFile:
         staged = [
             self._staged(index, added.get(name, {}), batch) for name, index in self._indexes.items()
         ]
-        trees = {index.dataset.name: index.root for index, _ in staged} | self._places
+        trees = {index.dataset.name: index.root or 0 for index, _ in staged} | self._places
         address = batch.allocate(self._template.num_bytes)
         header, root = self._template.at(address, rows, trees, steps, end)
         batch.writes.append((address, header))

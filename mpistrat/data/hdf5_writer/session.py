@@ -23,15 +23,14 @@ from mpistrat.sharding import ceil_div
 class Session:
     """An open file. All methods are **Collective**, except those that say otherwise."""
 
-    def __init__(
-        self, ranks: Collectives, kind: str, path: str, mode: str, durable: bool
-    ) -> None:
+    def __init__(self, ranks: Collectives, kind: str, path: str, mode: str, durable: bool) -> None:
         self.ranks = ranks
         self.mode = mode
         self.durable = durable
         self.target: Target | None = None
         """Only on rank 0."""
         self.handle = -1
+        self.steps = 0
         self.datasets: dict[str, OutputDataset] = {}
         """The datasets that are written in chunks."""
         self.committed_rows: dict[str, int] = {}

@@ -17,7 +17,7 @@ Reports = Sequence[Mapping[str, Any]]
 
 
 class Ranks(NamedTuple):
-    """This rank among the ranks of a writer."""
+    """The ranks of a writer, and the replicas that they belong to."""
 
     layout: Layout
 
@@ -133,6 +133,7 @@ def written(
 def _boxes_differ(reports: Reports, layout: Layout) -> bool:
     """Return whether some ranks of a replica write different boxes."""
     return any(
-        reports[rank]["lengths"] != reports[layout.ranks_of_shard(0)[layout.replica_of(rank)]]["lengths"]
+        reports[rank]["lengths"]
+        != reports[layout.ranks_of_shard(0)[layout.replica_of(rank)]]["lengths"]
         for rank in range(layout.num_ranks)
     )

@@ -64,17 +64,23 @@ class Superblock:
 def read_superblock(path: str, data: bytes) -> Superblock:
     """Return the superblock of a file that begins with `data`, or raise DataError."""
     if data[:8] != SIGNATURE:
-        raise DataError(f"{path} is not an HDF5 file, or has a user block, so it cannot be resumed.")
+        raise DataError(
+            f"{path} is not an HDF5 file, or has a user block, so it cannot be resumed."
+        )
     version = data[8] if len(data) > 8 else 255
     if version not in (0, 2, 3) or len(data) < (_LONGEST if version == 0 else 48):
         raise DataError(
             f"{path} has a superblock of version {version} or is truncated; HDF5Writer can resume "
             "files with version 0, 2 or 3. Copy it with h5repack."
         )
-    sizes, flags, base = (data[13:15], data[20], data[24:32]) if version == 0 else (
-        data[9:11],
-        data[11],
-        data[12:20],
+    sizes, flags, base = (
+        (data[13:15], data[20], data[24:32])
+        if version == 0
+        else (
+            data[9:11],
+            data[11],
+            data[12:20],
+        )
     )
     if sizes != b"\x08\x08" or base != bytes(8):
         raise DataError(f"{path} has addresses of a different size, or a user block.")
@@ -101,6 +107,9 @@ def lookup3(data: bytes) -> int:
     """Return the checksum of HDF5's metadata: Bob Jenkins' lookup3, with the initial value 0."""
     # http://burtleburtle.net/bob/c/lookup3.c, hashlittle.
     mask = 0xFFFFFFFF
+    a: int
+    b: int
+    c: int
     a = b = c = (0xDEADBEEF + len(data)) & mask
 
     def rotated(x: int, bits: int) -> int:

@@ -29,7 +29,7 @@ from mpistrat.data.hdf5_writer.parts import (
     parse_step,
     place_leaf,
 )
-from mpistrat.data.hdf5_writer.session import Mover, Session
+from mpistrat.data.hdf5_writer.session import Session
 from mpistrat.data.hdf5_writer.step_layout import Ranks, appended, written
 from mpistrat.errors import ContextError, DataError
 from mpistrat.layout import Layout
@@ -114,7 +114,9 @@ class HDF5Writer:
             durable = as_bool("HDF5Writer: durable", durable)
             self._per_commit = as_integer("HDF5Writer: steps_per_commit", steps_per_commit, 1)
             names = _attribute_names("HDF5Writer", attrs)
-            call.agree(self._path, mode, repr(compression), shuffle, durable, steps_per_commit, names)
+            call.agree(
+                self._path, mode, repr(compression), shuffle, durable, steps_per_commit, names
+            )
         self._names: tuple[str, ...] | None = None
         """Names of the datasets of each step, once they are known."""
         self._ranks = ranks
@@ -148,7 +150,8 @@ class HDF5Writer:
         session = self._session
         if session is None:
             return self._ended[0]
-        return session.steps + session.num_waiting * (self._mode == "w")
+        waiting = session.num_waiting if self._mode == "w" else 0
+        return session.steps + waiting
 
     @property
     def rows(self) -> dict[str, int]:
