@@ -104,7 +104,7 @@ class Geometry:
             _along(start, length, size)
             for start, length, size in zip(starts, lengths, self.chunk[1:], strict=True)
         ]
-        if math.prod(lengths) == 0:
+        if math.prod(lengths) == 0 or not len(rows):
             return
         for block, own, source_rows in self._blocks(rows):
             for cut in itertools.product(*axes):

@@ -40,36 +40,44 @@ class Leaf:
         return tuple(self.arrays[0].shape[1:])
 
 
-def parse_step(what: str, step: Any, num_local: int) -> dict[str, Leaf]:
-    """Return the leaves of a step in the order of their names."""
+def parse_step(what: str, step: Any, num_local: int, is_shared_out: bool) -> dict[str, Leaf]:
+    """Return the leaves of a step in the order of their names.
+
+    `num_local` is the number of replicas of this rank; `is_shared_out` says whether other ranks may
+    have a different number.
+    """
     if not isinstance(step, Mapping):
         raise TypeError(
             f"{what} takes a dict from names of datasets to values, not {brief(step)} of type "
             f"{type(step).__name__}."
         )
     found: dict[str, Leaf] = {}
-    _add_leaves(what, step, "", num_local, found)
+    _add_leaves(what, step, "", (num_local, is_shared_out), found)
     if not found:
         raise DataError(f"{what} got a step without values.")
     return dict(sorted(found.items()))
 
 
 def _add_leaves(
-    what: str, step: Mapping[Any, Any], path: str, num_local: int, found: dict[str, Leaf]
+    what: str,
+    step: Mapping[Any, Any],
+    path: str,
+    replicas: tuple[int, bool],
+    found: dict[str, Leaf],
 ) -> None:
     for key, value in step.items():
         if not isinstance(key, str):
             raise TypeError(f"{what}: the name of a dataset must be a string, not {key!r}.")
         name = canonical(what, f"{path}/{key}")
         if isinstance(value, Mapping):
-            _add_leaves(what, value, name, num_local, found)
+            _add_leaves(what, value, name, replicas, found)
         elif name in found:
             raise DataError(f"{what} got two values for the dataset {name!r}.")
         else:
-            found[name] = _leaf(f"{what}: {name!r}", name, value, num_local)
+            found[name] = _leaf(f"{what}: {name!r}", name, value, *replicas)
 
 
-def _leaf(what: str, name: str, value: Any, num_local: int) -> Leaf:
+def _leaf(what: str, name: str, value: Any, num_local: int, is_shared_out: bool) -> Leaf:
     if isinstance(value, Mirrored):
         return Leaf(name, [_array(what, value.values[0])[None]], True)
     if hasattr(type(value), "assign") and hasattr(type(value), "read_value"):  # a variable
@@ -78,10 +86,11 @@ def _leaf(what: str, name: str, value: Any, num_local: int) -> Leaf:
         array = _array(what, value)
         if not array.ndim:
             return Leaf(name, [array[None]], True)
-        if num_local > 1:
+        if is_shared_out:
             raise ValueError(
-                f"{what} is a plain array, but this rank has {num_local} replicas, so it is "
-                "unclear which one it belongs to. Pass the PerReplica that strategy.run returns."
+                f"{what} is a plain array, but with num_replicas= a rank may run several replicas, "
+                "so it is unclear which one it belongs to. Pass the PerReplica that strategy.run "
+                "returns."
             )
         return Leaf(name, [array], False)
     if len(value.values) != num_local:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
+
 from mpistrat import hdf5
 from mpistrat.collectives.collectives import CollectiveCall, Collectives
+from mpistrat.collectives.operations.all_gather import gather_flat
 from mpistrat.data.hdf5_writer.chunk_store import ChunkStore, Encoded, SharedSpace, entries_of
 from mpistrat.data.hdf5_writer.dataset_spec import OutputDataset, existing_dataset
 from mpistrat.data.hdf5_writer.encoders import isal_version
@@ -18,6 +22,9 @@ from mpistrat.data.hdf5_writer.header_copy import Changes, growing_datasets
 from mpistrat.data.hdf5_writer.target import Target, objects_of
 from mpistrat.errors import DataError
 from mpistrat.sharding import ceil_div
+
+_REPORT_BYTES = 1024
+"""Reports of up to this many bytes are sent in one message."""
 
 
 class Session:
@@ -118,10 +125,18 @@ class Session:
 
     # Rows
 
-    def move(self, kind: str, call: CollectiveCall, parts: Iterable[PlacedPart]) -> Mover:
-        """Begin to send the rows of `parts` to the owners of their chunks; inside `call`."""
+    def move(
+        self, kind: str, call: CollectiveCall, parts: Iterable[PlacedPart], is_same: bool = False
+    ) -> Mover:
+        """Begin to send the rows of `parts` to the owners of their chunks; inside `call`.
+
+        `is_same` says that all ranks hold all rows, so that none are sent.
+        """
         mover = Mover(self, kind, parts)
-        mover.round(call)
+        if is_same:
+            mover.take_all()
+        else:
+            mover.round(call)
         return mover
 
     def store_chunks(self, kind: str, is_commit: bool, flush: bool = False) -> None:
@@ -138,7 +153,7 @@ class Session:
                 arena = self.target.file.prepare(self._counts(), self.space.end)
             return {"chunks": [each.as_json() for each in encoded], "arena": arena}
 
-        reports = self.ranks.on_all(encode, kind)
+        reports = self._reports(kind, encode)
         chunks, arena = [each["chunks"] for each in reports], reports[0]["arena"]
         if any(chunks):
             addresses = self.space.place_chunks(chunks)
@@ -157,6 +172,42 @@ class Session:
             with self.ranks.common_outcome(kind):
                 if self.target is not None:
                     self._commit(place, arena)
+
+    def _reports(self, kind: str, encode: Callable[[], dict[str, Any]]) -> list[Any]:
+        """Return the result of `encode` on each rank, or raise on all if it fails on any."""
+        # Mostly in one message, where `on_all` needs three.
+        if self.ranks.size == 1:
+            return [encode()]
+        own: dict[str, Any] | None = None
+        error: Exception | None = None
+        try:
+            own = encode()
+        except Exception as raised:
+            error = raised
+        text = b"" if own is None else json.dumps(own, separators=(",", ":")).encode()
+        row = np.zeros(_REPORT_BYTES, np.uint8)
+        row[:8] = np.frombuffer(np.int64(len(text)).tobytes(), np.uint8)
+        is_short = len(text) <= _REPORT_BYTES - 8
+        if is_short:
+            row[8 : 8 + len(text)] = np.frombuffer(text, np.uint8)
+        with self.ranks.call(kind) as call:
+            call.agree("chunks")
+            with call.moving():
+                (joined,) = gather_flat(call, [row], [[_REPORT_BYTES] * self.ranks.size])
+        rows = joined.reshape(self.ranks.size, _REPORT_BYTES)
+        lengths = [int(each[:8].view(np.int64)[0]) for each in rows]
+        if all(0 < length <= _REPORT_BYTES - 8 for length in lengths):
+            return [
+                json.loads(each[8 : 8 + length].tobytes())
+                for each, length in zip(rows, lengths, strict=True)
+            ]
+
+        def again() -> Any:
+            if error is not None:
+                raise error
+            return own
+
+        return self.ranks.on_all(again, kind)
 
     def has_full_blocks(self) -> bool:
         """Return whether some chunks are complete since the last commit. Local, on all ranks."""
@@ -275,6 +326,11 @@ class Mover:
         with call.moving():
             put: Callable[..., None] = lambda *piece: self._arrived.append(piece)  # noqa: E731
             self._has_more = exchange_round(call, self._datasets, self._pieces, put)
+
+    def take_all(self) -> None:
+        """Keep all pieces that this rank owns. Local."""
+        self._has_more = False
+        self._arrived = [piece[:3] for piece in self._pieces]
 
     def finish(self) -> None:
         """Store the pieces that have arrived, and exchange all others."""

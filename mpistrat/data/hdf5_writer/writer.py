@@ -265,6 +265,8 @@ class HDF5Writer:
             if data is None and shape is None and self._ranks.rank == 0:
                 raise TypeError(f"{kind}: pass shape or data for {name!r}.")
             dataset = None
+            if shape == () and not compression and not shuffle:
+                options = {"fletcher32": fletcher32, "fillvalue": fillvalue}
             if not is_static:
                 dataset = make_dataset(
                     name,
@@ -446,7 +448,7 @@ class HDF5Writer:
         created: list[str] = []
         with self._ranks.call(kind) as call:
             self._require_cross_replica(kind)
-            leaves = parse_step(kind, step, self._num_local)
+            leaves = self._parse(kind, step)
             self._check_names(kind, leaves)
             datasets, new = self._datasets_of(kind, leaves)
             for name, leaf in leaves.items():
@@ -455,8 +457,12 @@ class HDF5Writer:
                 (check_split if is_split else check_rows)(kind, leaf, datasets[name])
             call.include_values([each.arrays[0] for each in leaves.values() if each.is_shared])
             call.agree(*(self._signature(leaf, datasets[leaf.name]) for leaf in leaves.values()))
-            reports = self._exchange_reports(
-                call, [self._lengths(leaf, datasets[leaf.name]) for leaf in leaves.values()]
+            own_reports = [self._lengths(leaf, datasets[leaf.name]) for leaf in leaves.values()]
+            is_same = all(leaf.is_shared for leaf in leaves.values())
+            reports = (
+                [own_reports] * self._ranks.size
+                if is_same
+                else self._exchange_reports(call, own_reports)
             )
             parts, counts = [], {}
             for number, (name, leaf) in enumerate(leaves.items()):
@@ -469,7 +475,7 @@ class HDF5Writer:
                 created.append(dataset.name)
             for name, count in counts.items():
                 datasets[name].rows += count
-            mover = session.move(kind, call, parts)
+            mover = session.move(kind, call, parts, is_same)
         try:
             with session.undone_if_failed():
                 mover.finish()
@@ -569,7 +575,7 @@ class HDF5Writer:
             self._require_cross_replica(kind)
             if self._mode != "w":
                 raise ValueError(f'{kind} needs the mode "w". In mode "a", use append.')
-            leaves = parse_step(kind, values, self._num_local)
+            leaves = self._parse(kind, values)
             by_name = at if isinstance(at, Mapping) else dict.fromkeys(leaves, at)
             by_name = {canonical(kind, name): each for name, each in by_name.items()}
             if set(by_name) != set(leaves):
@@ -758,10 +764,11 @@ class HDF5Writer:
 
     # Help
 
-    @property
-    def _num_local(self) -> int:
+    def _parse(self, kind: str, values: Any) -> dict[str, Leaf]:
         layout = self._layout
-        return len(layout.local_replicas) if layout.is_shared else 1
+        num_local = len(layout.local_replicas) if layout.is_shared else 1
+        is_shared_out = layout.is_shared and layout.num_replicas != layout.num_ranks
+        return parse_step(kind, values, num_local, is_shared_out)
 
     @property
     def _members(self) -> Ranks:
