@@ -108,6 +108,8 @@ SURFACE = {
         state_dict take unbatch window with_options zip
     """,
     data.Field: "attribute axis path",
+    data.HDF5Writer: "append close closed create_dataset create_group flush "
+    "load_state_dict mode path rows set_attrs state_dict steps write",
     data.DistributedDataset: "cardinality element_spec load_state_dict state_dict strategy",
     data.Ragged: "from_list nbytes row_lengths row_splits to_list values",
     ElementIterator: "close get_next get_next_as_optional",

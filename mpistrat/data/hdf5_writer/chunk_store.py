@@ -123,14 +123,14 @@ class SharedSpace:
         return address
 
     def note_commit(self) -> None:
-        """Note that the file does not name the replaced chunks any more."""
+        """Free the places of replaced chunks: the file does not name them any more."""
         self._commit += 1
         for rank, address, num_bytes in self._replaced:
             self._free[rank].add(self._commit, address, num_bytes)
         self._replaced = []
 
     def note_failure(self) -> None:
-        """Note that the last chunks may still be the old ones."""
+        """Keep the places of the last chunks, which the file may still name."""
         # Their places are given up, which only costs space.
         self._last.clear()
         self._replaced = []

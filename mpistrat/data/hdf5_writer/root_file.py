@@ -56,7 +56,7 @@ class ReuseList:
         self._free: dict[int, deque[tuple[int, int]]] = {}
 
     def add(self, commit: int, address: int, num_bytes: int) -> None:
-        """Note that since `commit`, nothing names this place."""
+        """Add a place that nothing names any more since `commit`."""
         self._free.setdefault(num_bytes, deque()).append((commit, address))
 
     def take(self, commit: int, num_bytes: int) -> int | None:

@@ -374,9 +374,10 @@ def test_a_file_whose_writer_died_is_not_resumed(strategy, path):
 
 
 def test_one_writer_per_file(strategy, path):
-    with ms.data.HDF5Writer(path, "a", strategy=strategy):
-        with pytest.raises(OSError, match=f"process {os.getpid()}|being written by process"):
-            ms.data.HDF5Writer(path, "a", strategy=strategy)
+    out = ms.data.HDF5Writer(path, "a", strategy=strategy)
+    with pytest.raises(OSError, match=f"process {os.getpid()}|being written by process"):
+        ms.data.HDF5Writer(path, "a", strategy=strategy)
+    out.close()
 
 
 @pytest.mark.parametrize("mode", ["a", "w"])
