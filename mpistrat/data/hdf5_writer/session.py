@@ -115,6 +115,13 @@ class Session:
             self.changes.datasets[dataset.name] = dataset
             self.target.file.add(dataset, address)
 
+    def note_groups(self, name: str) -> None:
+        """Remember a new object and the groups around it. Local, on all ranks."""
+        self.changes_of_this_session.add(name)
+        parts = name.split("/")
+        for number in range(1, len(parts)):
+            self.objects.setdefault("/".join(parts[:number]), None)
+
     def forget(self, name: str) -> None:
         """Undo `add` for a dataset that the first step has created. Local, on all ranks."""
         del self.datasets[name], self.objects[name], self.committed_rows[name]

@@ -2,39 +2,24 @@
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
-import numpy as np
-
-from mpistrat import context, hdf5
+from mpistrat import context
 from mpistrat.arguments import as_bool, as_integer
 from mpistrat.arrays import Device
-from mpistrat.collectives.collectives import CollectiveCall, Collectives
+from mpistrat.collectives.collectives import Collectives
 from mpistrat.data.hdf5_writer.dataset_spec import (
-    OutputDataset,
-    as_shape,
     canonical,
-    is_same_type,
-    make_dataset,
 )
-from mpistrat.data.hdf5_writer.parts import (
-    Leaf,
-    check_rows,
-    check_split,
-    check_type,
-    parse_step,
-    place_leaf,
-)
+from mpistrat.data.hdf5_writer.definitions import Definitions, attribute_names
 from mpistrat.data.hdf5_writer.session import Session
-from mpistrat.data.hdf5_writer.step_layout import Ranks, appended, written
+from mpistrat.data.hdf5_writer.steps import Steps
 from mpistrat.errors import ContextError, DataError
 from mpistrat.layout import Layout
 from mpistrat.mpi.launcher import is_one_of_several
-from mpistrat.system.text import brief
 
 
 class HDF5Writer:
@@ -113,16 +98,20 @@ class HDF5Writer:
             }
             durable = as_bool("HDF5Writer: durable", durable)
             self._per_commit = as_integer("HDF5Writer: steps_per_commit", steps_per_commit, 1)
-            names = _attribute_names("HDF5Writer", attrs)
+            names = attribute_names("HDF5Writer", attrs)
             call.agree(
                 self._path, mode, repr(compression), shuffle, durable, steps_per_commit, names
             )
-        self._names: tuple[str, ...] | None = None
-        """Names of the datasets of each step, once they are known."""
         self._ranks = ranks
         self._session = Session(ranks, "HDF5Writer", self._path, mode, durable)
-        self._num_first = self._session.steps
-        """Number of steps of the file that existed."""
+        self._definitions = Definitions(self._session, self._require_cross_replica, self._defaults)
+        self._steps = Steps(
+            self._session,
+            self._require_cross_replica,
+            self._defaults,
+            self._layout,
+            self._per_commit,
+        )
         self._ended: tuple[int, dict[str, int]] = (0, {})
         if attrs:
             self.set_attrs("/", attrs)
@@ -182,22 +171,8 @@ class HDF5Writer:
         DataError
             If there is a dataset of this name.
         """
-        kind = "HDF5Writer.create_group"
-        session = self._open_session(kind)
-        with self._ranks.call(kind) as call:
-            self._require_cross_replica(kind)
-            name = canonical(kind, name)
-            if session.objects.get(name) is not None:
-                raise DataError(f"{kind}: {name!r} is a dataset.")
-            names = _attribute_names(kind, attrs)
-            call.agree(name, names)
-        if name not in session.objects:
-            self._note_groups(name)
-            session.objects[name] = None
-            session.changes.groups.append(name)
-            session.is_changed = True
-        if attrs:
-            self.set_attrs(name, attrs)
+        self._open("create_group")
+        self._definitions.create_group(name, attrs)
 
     def create_dataset(
         self,
@@ -248,127 +223,21 @@ class HDF5Writer:
         TypeError, ValueError
             As from h5py.
         """
-        kind = "HDF5Writer.create_dataset"
-        session = self._open_session(kind)
-        options = {
-            "compression": self._defaults["compression"] if compression is None else compression,
-            "compression_opts": compression_opts,
-            "shuffle": shuffle or self._defaults["shuffle"],
-            "fletcher32": fletcher32,
-            "fillvalue": fillvalue,
-        }
-        with self._ranks.call(kind) as call:
-            self._require_cross_replica(kind)
-            name = canonical(kind, name)
-            names = _attribute_names(kind, attrs)
-            is_static = data is not None or shape is None
-            if data is None and shape is None and self._ranks.rank == 0:
-                raise TypeError(f"{kind}: pass shape or data for {name!r}.")
-            dataset = None
-            if shape == () and not compression and not shuffle:
-                options = {"fletcher32": fletcher32, "fillvalue": fillvalue}
-            if not is_static:
-                dataset = make_dataset(
-                    name,
-                    as_shape(kind, shape),
-                    dtype,
-                    split_axis=split_axis,
-                    fast_gzip=session.fast_gzip,
-                    chunks=chunks,
-                    **options,
-                )
-            is_there = self._check_existing(kind, name, dataset)
-            described = "with data" if dataset is None else dataset.describe()
-            call.agree(name, described, split_axis, names)
-        if dataset is None:
-            if not compression and not shuffle:  # the defaults are for datasets of steps
-                options = {"fletcher32": fletcher32, "fillvalue": fillvalue}
-            self._create_static(kind, name, shape, dtype, data, {"chunks": chunks, **options})
-        elif is_there:
-            if dataset.grows:
-                session.datasets[name].split_axis = dataset.split_axis
-        else:
-            self._note_groups(name)
-            if self._mode == "a" and not dataset.grows:
-                self._create_empty(dataset)
-            else:
-                session.add(dataset)
-        if attrs:
-            self.set_attrs(name, attrs)
-
-    def _check_existing(self, kind: str, name: str, dataset: OutputDataset | None) -> bool:
-        """Return whether the dataset exists, or raise if it differs."""
-        session = self._open_session(kind)
-        if name not in session.objects:
-            if session.steps or session.num_waiting:
-                raise DataError(
-                    f"{kind}: the file has {self.steps} steps, and no dataset {name!r}. Create all "
-                    "datasets before the first step."
-                )
-            return False
-        known = session.objects[name]
-        if known is None:
-            raise DataError(f"{kind}: {name!r} is a group.")
-        if dataset is None:
-            return True
-        if name in session.changes_of_this_session:
-            raise DataError(f"{kind}: the dataset {name!r} was created before.")
-        shape, dtype = known
-        expected = (None, *shape[1:]) if name in session.datasets and shape else shape
-        if expected != dataset.shape or not is_same_type(dtype, dataset.dtype):
-            raise DataError(
-                f"{kind}: the file has {name!r} with shape {expected} and dtype {dtype}, not "
-                f"{dataset.shape} and {dataset.dtype}."
-            )
-        return True
-
-    def _note_groups(self, name: str) -> None:
-        """Remember the groups around a new object."""
-        session, parts = self._open_session("HDF5Writer"), name.split("/")
-        session.changes_of_this_session.add(name)
-        for number in range(1, len(parts)):
-            session.objects.setdefault("/".join(parts[:number]), None)
-
-    def _create_static(
-        self, kind: str, name: str, shape: Any, dtype: Any, data: Any, options: dict[str, Any]
-    ) -> None:
-        """Create a dataset with the values of rank 0."""
-        session = self._open_session(kind)
-        given = {key: value for key, value in options.items() if value not in (None, False)}
-        values = np.array(data) if isinstance(data, np.ndarray) else data  # it may change later
-
-        def create(group: Any, path: str) -> None:
-            group.create_dataset(path, shape, dtype, values, **given)
-
-        def probe() -> Any:
-            with hdf5.h5py().File(io.BytesIO(), "w") as file:
-                create(file, "x")
-                found = file["x"].shape, file["x"].dtype
-            known = session.objects.get(name)
-            if known is None:
-                return False
-            if known[0] != found[0] or known[1] != found[1]:
-                raise DataError(
-                    f"{kind}: the file has {name!r} with shape {known[0]} and dtype {known[1]}, "
-                    f"not {found[0]} and {found[1]}."
-                )
-            return True
-
-        if self._ranks.on_root(probe, kind):
-            return
-        self._note_groups(name)
-        session.objects[name] = ((), np.dtype("V1"))
-        if session.target is not None:
-            session.changes.static[name] = create
-            session.objects[name] = (np.shape(values), np.dtype("V1"))
-        session.is_changed = True
-
-    def _create_empty(self, dataset: OutputDataset) -> None:
-        """Create a dataset of fixed size in a file that grows: it has only the fill value."""
-        session = self._open_session("HDF5Writer")
-        session.objects[dataset.name] = dataset.shape, dataset.dtype
-        session.changes.datasets[dataset.name] = dataset
-        session.is_changed = True
+        self._open("create_dataset")
+        self._definitions.create_dataset(
+            name,
+            shape,
+            dtype,
+            data,
+            split_axis,
+            attrs,
+            chunks=chunks,
+            compression=compression,
+            compression_opts=compression_opts,
+            shuffle=shuffle,
+            fletcher32=fletcher32,
+            fillvalue=fillvalue,
+        )
 
     def set_attrs(self, name: str, attrs: Mapping[str, Any]) -> None:
         """Set attributes of a group or dataset, from rank 0. **Collective**.
@@ -389,29 +258,8 @@ class HDF5Writer:
         TypeError
             On every rank, if h5py cannot store a value.
         """
-        kind = "HDF5Writer.set_attrs"
-        session = self._open_session(kind)
-        with self._ranks.call(kind) as call:
-            self._require_cross_replica(kind)
-            path = "" if name == "/" else canonical(kind, name)
-            if path and path not in session.objects:
-                raise KeyError(f"{kind}: the file has no object {name!r}.")
-            call.agree(path, _attribute_names(kind, attrs))
-
-        def probe() -> bool:
-            assert session.target is not None
-            with hdf5.h5py().File(io.BytesIO(), "w") as file:
-                for key, value in attrs.items():
-                    file.attrs[key] = value
-                return not session.target.has_attrs(path, file.attrs)
-
-        if self._ranks.on_root(probe, kind):
-            copied = {
-                key: np.array(value) if isinstance(value, np.ndarray) else value
-                for key, value in attrs.items()
-            }
-            session.changes.attrs.setdefault(path, {}).update(copied)
-            session.is_changed = True
+        self._open("set_attrs")
+        self._definitions.set_attrs(name, attrs)
 
     # Rows
 
@@ -443,108 +291,8 @@ class HDF5Writer:
         OSError
             On every rank, if the file cannot be written. It stays at its last step.
         """
-        kind = "HDF5Writer.append"
-        session = self._open_session(kind)
-        created: list[str] = []
-        with self._ranks.call(kind) as call:
-            self._require_cross_replica(kind)
-            leaves = self._parse(kind, step)
-            self._check_names(kind, leaves)
-            datasets, new = self._datasets_of(kind, leaves)
-            for name, leaf in leaves.items():
-                check_type(kind, leaf, datasets[name])
-                is_split = datasets[name].split_axis and not leaf.is_shared
-                (check_split if is_split else check_rows)(kind, leaf, datasets[name])
-            call.include_values([each.arrays[0] for each in leaves.values() if each.is_shared])
-            call.agree(*(self._signature(leaf, datasets[leaf.name]) for leaf in leaves.values()))
-            own_reports = [self._lengths(leaf, datasets[leaf.name]) for leaf in leaves.values()]
-            is_same = all(leaf.is_shared for leaf in leaves.values())
-            reports = (
-                [own_reports] * self._ranks.size
-                if is_same
-                else self._exchange_reports(call, own_reports)
-            )
-            parts, counts = [], {}
-            for number, (name, leaf) in enumerate(leaves.items()):
-                of_leaf = [report[number] for report in reports]
-                own, counts[name] = appended(kind, leaf, datasets[name], of_leaf, self._members)
-                parts += own
-            for dataset in new:
-                self._note_groups(dataset.name)
-                session.add(dataset)
-                created.append(dataset.name)
-            for name, count in counts.items():
-                datasets[name].rows += count
-            mover = session.move(kind, call, parts, is_same)
-        try:
-            with session.undone_if_failed():
-                mover.finish()
-                session.num_waiting += 1
-                if self._mode == "a" and session.num_waiting >= self._per_commit:
-                    session.commit(kind)
-                elif session.has_full_blocks():
-                    session.store_chunks(kind, False)
-        except Exception:
-            for name in created:
-                session.forget(name)
-            raise
-        self._names = tuple(leaves)
-
-    def _check_names(self, kind: str, leaves: Mapping[str, Leaf]) -> None:
-        session = self._open_session(kind)
-        if self._names is not None:
-            expected = set(self._names)
-        elif session.steps:
-            expected = {n for n, each in session.datasets.items() if each.grows and each.rows}
-            expected |= {n for n in leaves if n in session.datasets}
-        else:
-            return
-        if set(leaves) != expected:
-            missing, more = sorted(expected - set(leaves)), sorted(set(leaves) - expected)
-            raise DataError(
-                f"{kind}: every step must have the same names. "
-                + (f"Missing: {', '.join(missing)}. " if missing else "")
-                + (f"New: {', '.join(more)}." if more else "")
-            )
-
-    def _datasets_of(
-        self, kind: str, leaves: Mapping[str, Leaf]
-    ) -> tuple[dict[str, OutputDataset], list[OutputDataset]]:
-        """Return the dataset of each leaf, and those that do not exist yet."""
-        session = self._open_session(kind)
-        found, new = {}, []
-        for name, leaf in leaves.items():
-            dataset = session.datasets.get(name)
-            if dataset is None:
-                if name in session.objects:
-                    raise DataError(f"{kind}: {name!r} is not a dataset that can grow.")
-                options = dict(self._defaults)
-                shape = (None, *leaf.row_shape)
-                fast = session.fast_gzip
-                dataset = make_dataset(name, shape, leaf.dtype, fast_gzip=fast, **options)
-                new.append(dataset)
-            elif not dataset.grows:
-                raise DataError(f"{kind}: {name!r} has a fixed size. Use write.")
-            found[name] = dataset
-        return found, new
-
-    def _signature(self, leaf: Leaf, dataset: OutputDataset) -> str:
-        shape: list[Any] = list(leaf.arrays[0].shape)
-        if not leaf.is_shared:
-            shape[max(dataset.split_axis - 1, 0)] = "n"
-        sort = "the same row" if leaf.is_shared else "rows"
-        return f"{leaf.name}: {sort} {leaf.dtype} ({', '.join(map(str, shape))})"
-
-    def _lengths(self, leaf: Leaf, dataset: OutputDataset) -> dict[str, Any]:
-        axis = max(dataset.split_axis - 1, 0)
-        return self._members.reports(leaf, [int(each.shape[axis]) for each in leaf.arrays])
-
-    def _exchange_reports(self, call: CollectiveCall, own: list[dict[str, Any]]) -> list[Any]:
-        """Return the reports of all ranks about their parts."""
-        if self._ranks.size == 1:
-            return [own]
-        with call.moving():
-            return call.channel.exchange(own)
+        self._open("append")
+        self._steps.append(step)
 
     def write(self, values: Mapping[str, Any], at: Any = None) -> None:
         """Write rows or boxes of datasets of fixed size. **Collective**, only in mode ``"w"``.
@@ -569,43 +317,8 @@ class HDF5Writer:
         ValueError
             In mode ``"a"``.
         """
-        kind = "HDF5Writer.write"
-        session = self._open_session(kind)
-        with self._ranks.call(kind) as call:
-            self._require_cross_replica(kind)
-            if self._mode != "w":
-                raise ValueError(f'{kind} needs the mode "w". In mode "a", use append.')
-            leaves = self._parse(kind, values)
-            by_name = at if isinstance(at, Mapping) else dict.fromkeys(leaves, at)
-            by_name = {canonical(kind, name): each for name, each in by_name.items()}
-            if set(by_name) != set(leaves):
-                raise DataError(f"{kind}: values and at have different names.")
-            for name, leaf in leaves.items():
-                dataset = session.datasets.get(name)
-                if dataset is None or dataset.grows:
-                    raise DataError(
-                        f"{kind}: there is no dataset {name!r} of fixed size. Create it with "
-                        "create_dataset; datasets that grow are written by append."
-                    )
-                check_type(kind, leaf, dataset)
-                place_leaf(kind, leaf, by_name[name], dataset)
-            call.include_values([each.arrays[0] for each in leaves.values() if each.is_shared])
-            call.agree(*(f"{n}: {_sort_of_place(leaf)}" for n, leaf in leaves.items()))
-            reports = self._exchange_reports(
-                call,
-                [
-                    self._members.reports(leaf, [_described_place(each) for each in leaf.at])
-                    | {"rows": [int(each.shape[0]) for each in leaf.arrays]}
-                    for leaf in leaves.values()
-                ],
-            )
-            parts = []
-            for number, (name, leaf) in enumerate(leaves.items()):
-                of_leaf = [report[number] for report in reports]
-                parts += written(kind, leaf, session.datasets[name], of_leaf, self._members)
-            mover = session.move(kind, call, parts)
-        mover.finish()
-        session.store_chunks(kind, False)
+        self._open("write")
+        self._steps.write(values, at)
 
     # Commits
 
@@ -764,15 +477,8 @@ class HDF5Writer:
 
     # Help
 
-    def _parse(self, kind: str, values: Any) -> dict[str, Leaf]:
-        layout = self._layout
-        num_local = len(layout.local_replicas) if layout.is_shared else 1
-        is_shared_out = layout.is_shared and layout.num_replicas != layout.num_ranks
-        return parse_step(kind, values, num_local, is_shared_out)
-
-    @property
-    def _members(self) -> Ranks:
-        return Ranks(self._layout)
+    def _open(self, method: str) -> None:
+        self._open_session(f"HDF5Writer.{method}")
 
     def _open_session(self, kind: str) -> Session:
         if self._session is None:
@@ -806,26 +512,3 @@ def _ranks_of(strategy: Any) -> tuple[Any, Collectives]:
             "HDF5Writer cannot be used with elastic=True, whose calls are repeated after a loss."
         )
     return strategy, ranks
-
-
-def _attribute_names(kind: str, attrs: Any) -> tuple[str, ...]:
-    if attrs is None:
-        return ()
-    if not isinstance(attrs, Mapping) or not all(isinstance(key, str) for key in attrs):
-        raise TypeError(f"{kind}: attrs must be a dict with strings as keys, not {brief(attrs)}.")
-    return tuple(sorted(attrs))
-
-
-def _sort_of_place(leaf: Leaf) -> str:
-    if leaf.is_shared:
-        return "the same row"
-    first = leaf.at[0]
-    return "all rows" if first is None else "a box" if isinstance(first, tuple) else "rows"
-
-
-def _described_place(at: Any) -> Any:
-    if at is None or isinstance(at, tuple):
-        return at
-    if isinstance(at, range):
-        return [at.start, at.stop]
-    return [int(row) for row in at[:1]] + [len(at)]
