@@ -99,6 +99,7 @@ class SharedSpace:
                         self.end += -self.end % _PAGE_BYTES
                         is_first = False
                     key = dataset, (block, cell)
+                    # The old chunk stays where it is until readers of earlier commits are gone.
                     if key in self._last:
                         self._replaced.append(self._last.pop(key))
                     if is_final:
@@ -202,6 +203,7 @@ class ChunkStore:
         """Raise DataError if rows of a dataset of fixed size were written before."""
         column, place = self._columns[dataset.name], (piece.block, piece.cell)
         chunk, height = column.chunks.get(place), dataset.geometry.chunk[0]
+        # The owner of a chunk sees all its rows, so no rank has to know what others have written.
         rows = np.arange(height)[piece.rows]
         if place not in column.finished:
             if chunk is None or chunk.written is None:
@@ -277,6 +279,7 @@ class ChunkStore:
         def encode(number: int) -> None:
             results[number] = self._encode(*found[number])
 
+        # A thread costs more than it saves for one chunk, or for chunks that are not encoded.
         if len(found) == 1 or not any(dataset.is_filtered for dataset, *_ in found):
             for number in range(len(found)):
                 encode(number)
@@ -338,6 +341,7 @@ class ChunkStore:
     def _remember(self, column: _Column) -> None:
         if not column.dataset.grows:
             return
+        # The arrays themselves, without a copy: steps add rows behind those that are committed.
         column.committed = {
             place: (chunk.elements, chunk.count, chunk.address, chunk.stored_rows)
             for place, chunk in column.chunks.items()

@@ -136,7 +136,8 @@ def make_dataset(
     split_axis = as_integer(f"{what}: split_axis", split_axis, 0, max(len(shape) - 1, 0))
     if split_axis and not grows:
         raise ValueError(f"{what} has a fixed size, and split_axis is for datasets that grow.")
-    # In memory: h5py checks the arguments, and completes the data of the filters.
+    # In memory: h5py checks the arguments, and completes the data of the filters. So each rank
+    # raises what h5py raises, and all ranks have the filters as the file will have them.
     with hdf5.h5py().File(io.BytesIO(), "w", libver=("earliest", "latest")) as file:
         initial = tuple(length or 0 for length in shape)
         stored = file.create_dataset("x", initial, dtype, **options)

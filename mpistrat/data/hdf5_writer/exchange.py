@@ -92,6 +92,7 @@ def exchange_round(
     own = np.array([*lengths, not is_over], np.int64)
     (all_lengths,) = gather_flat(call, [own], [[size + 1] * size])
     table = all_lengths.reshape(size, size + 1)
+    # All ranks have the whole table, so either all exchange or none.
     if table[:, :size].any():
         incoming = table[:, rank].tolist()
         buffer = np.frombuffer(b"".join(messages), np.uint8)

@@ -128,6 +128,7 @@ class _Copier:
                 new[name] = link
                 continue
             node, below = old[name], f"{path}/{name}".lstrip("/")
+            # Several links may lead to one object, and groups may contain themselves.
             address = h5_address(node)
             if address in self._made:
                 new[name] = self._made[address]

@@ -63,6 +63,7 @@ class _View:
     def _bytes_at(self, position: int, num_bytes: int) -> bytes:
         if position >= self._base:
             return bytes(self.image[position - self._base :][:num_bytes])
+        # HDF5 reads ahead, so one read may begin in the old part and end in the new one.
         num_old = min(num_bytes, self._base - position)
         data = bytearray(self._read(position, num_old).ljust(num_old, b"\0"))
         if position < len(self._start):
@@ -75,7 +76,9 @@ class _View:
     def write(self, data: Any) -> int:
         memory = memoryview(data).cast("B")
         start, skipped = self._position - self._base, 0
-        if start < 0:  # a change of an old byte
+        if start < 0:
+            # A change of old bytes: link counts, the old root group, the superblock. The commit
+            # makes the new root group the file, and nothing reads these bytes again.
             skipped = min(-start, len(memory))
             start = 0
         kept = memory[skipped:]
@@ -133,7 +136,8 @@ def make_image(read: Read, superblock: Superblock, root: Root, end: int, fill: F
         h5py.File(source_view, "r") as source,
         h5py.File(view, "r+", libver=("earliest", "latest")) as file,
     ):
-        # The group gets no name: HDF5 would have to change the old root group for it.
+        # The group gets no name: HDF5 would have to change the old root group for it. The superblock
+        # of the commit points to its header, so it needs no link.
         group = h5py.Group(h5py.h5g.create(file.id, None))
         places = fill(file, source, group)
         addresses = {name: h5py.h5o.get_info(each.id).addr for name, each in places.items()}
@@ -169,7 +173,8 @@ def _messages(data: bytearray, header: int, origin: int) -> Iterator[tuple[int, 
     version, _, count, _, size = struct.unpack_from("<BBHII", data, header)
     if version != 1:
         raise DataError(f"HDF5 has created an object header of version {version}, not 1")
-    # Attributes push messages into continuation blocks.
+    # Attributes push messages into continuation blocks. HDF5 leaves the old place of a message as
+    # a message of type 0, which counts too.
     blocks = [(header + 16, size)]
     while blocks:
         position, left = blocks.pop(0)

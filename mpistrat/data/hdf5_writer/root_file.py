@@ -221,6 +221,7 @@ class RootFile:
 
         All chunks have been written. `end` is the end of what is used, with the arena.
         """
+        # Everything is prepared on copies, so that a failed write leaves this object as it was.
         batch = _Batch(self._free, self._number, self._arena)
         assert self._template is not None
         staged = [
@@ -230,6 +231,8 @@ class RootFile:
         address = batch.allocate(self._template.num_bytes)
         header, root = self._template.at(address, rows, trees, steps, end)
         batch.writes.append((address, header))
+        # The order matters. Readers must never find a stated end behind the size of the file, nor a
+        # root group that names bytes which are not written.
         try:
             self._extend(end)
             for place, data in batch.writes:
@@ -276,6 +279,7 @@ class RootFile:
 
         for entry in index.waiting:
             tree.add(entry, write)
+        # In the order of the blocks: the tree is only ever extended at its right end.
         for _, (entry, is_final) in sorted(found.items()):
             if is_final:
                 tree.add(entry, write)
@@ -314,6 +318,7 @@ class RootFile:
             end = self._link_siblings(end)
         elif self._stated % AHEAD_BYTES or self._stated < end:
             return  # nothing has changed
+        # First the stated end, then the size, so that the file is never shorter than it states.
         self._state(end)
         os.ftruncate(self.handle, end)
         os.fsync(self.handle)

@@ -51,6 +51,7 @@ class Session:
         self._added: dict[str, Any] = {}
         self._addresses: dict[str, int] = {}
         """Addresses of contiguous datasets."""
+        # Rank 0 first: it takes the lock, and shows that the file is one that can be resumed.
         ranks.on_root(lambda: self._open_root(path, mode, durable), kind)
         try:
             name, end, self.steps = ranks.on_root(self._described, kind)
@@ -174,6 +175,7 @@ class Session:
         elif flush:
             with self.ranks.common_outcome(kind):
                 os.fsync(self.handle)
+        # All chunks of all ranks are written here, which the round above has shown.
         if is_commit:
             place = self.space.reserve(arena)
             with self.ranks.common_outcome(kind):
@@ -245,6 +247,7 @@ class Session:
 
     def commit(self, kind: str, flush: bool = False) -> None:
         """Make all steps a part of the file, or return to the last commit and raise."""
+        # New objects first, because the headers of the commit are copies of theirs.
         with self.undone_if_failed():
             if self.is_changed:
                 self.space.end = self.ranks.on_root(self._apply, kind)

@@ -55,6 +55,7 @@ class Steps:
                 check_type(kind, leaf, datasets[name])
                 is_split = datasets[name].split_axis and not leaf.is_shared
                 (check_split if is_split else check_rows)(kind, leaf, datasets[name])
+            # All checks are before this line. If one fails on some ranks, no rank has moved data.
             call.include_values([each.arrays[0] for each in leaves.values() if each.is_shared])
             call.agree(*(self._signature(leaf, datasets[leaf.name]) for leaf in leaves.values()))
             own_reports = [self._lengths(leaf, datasets[leaf.name]) for leaf in leaves.values()]

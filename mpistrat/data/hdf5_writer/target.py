@@ -16,7 +16,7 @@ from mpistrat import hdf5
 from mpistrat.data.hdf5_writer.lock import WriterLock
 from mpistrat.data.hdf5_writer.root_file import RootFile, write_all
 from mpistrat.errors import DataError
-from mpistrat.system.files import affixes, replace_file, umask, write_atomically
+from mpistrat.system.files import affixes, remove_leftovers, replace_file, umask, write_atomically
 
 
 class Target:
@@ -29,7 +29,11 @@ class Target:
             what = "a folder" if self.path.is_dir() else "a device or a pipe"
             raise OSError(errno.EISDIR, f"is {what}, but a file is to be written", path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._lock = WriterLock(self.path)
+        try:
+            self._lock = WriterLock(self.path)
+        except PermissionError as reason:
+            what = "cannot be written: its folder does not allow new files"
+            raise PermissionError(reason.errno, what, path) from None
         self.name = str(self.path)
         """Path of the file until the end."""
         try:
@@ -44,6 +48,8 @@ class Target:
         self.end, self.steps = 0, 0
 
     def _new_file(self) -> str:
+        # Files of killed writers of this path. A live one would hold the lock.
+        remove_leftovers(self.path.parent, self.path.name)
         prefix, suffix = affixes(self.path)
         handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=prefix, suffix=suffix)
         try:
