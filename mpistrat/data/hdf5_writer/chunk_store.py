@@ -206,10 +206,11 @@ class ChunkStore:
         # The owner of a chunk sees all its rows, so no rank has to know what others have written.
         rows = np.arange(height)[piece.rows]
         if place not in column.finished:
-            if chunk is None or chunk.written is None:
+            if chunk is None:
                 return
-            seen = chunk.written[self._index(piece, shape)]
-            rows = rows[seen.reshape(len(rows), -1).any(axis=1)]
+            if chunk.written is not None:  # else it is complete
+                seen = chunk.written[self._index(piece, shape)]
+                rows = rows[seen.reshape(len(rows), -1).any(axis=1)]
         if len(rows):
             raise DataError(
                 f"HDF5Writer.write: row {int(rows[0]) + piece.block * height} of dataset "
@@ -224,6 +225,11 @@ class ChunkStore:
         """Store the elements `values` of a piece, in the shape of the piece."""
         column, place = self._columns[dataset.name], (piece.block, piece.cell)
         chunk = column.chunks.get(place)
+        if chunk is None and values.shape == dataset.geometry.chunk:
+            # The whole chunk, which is written before the call returns: no copy is needed.
+            chunk = column.chunks[place] = OpenChunk(np.ascontiguousarray(values), values.size)
+            self._memory_bytes += dataset.chunk_bytes
+            return
         if chunk is None:
             chunk = column.chunks[place] = OpenChunk(dataset.blank())
             self._memory_bytes += dataset.chunk_bytes
@@ -269,7 +275,8 @@ class ChunkStore:
             if column.dataset.grows:
                 for place, chunk in sorted(column.chunks.items(), key=lambda each: each[0]):
                     known = column.committed.get(place)
-                    if known is None or known[1] != chunk.count:
+                    is_new = known is None or known[1] != chunk.count
+                    if is_new and not self._is_full(column.dataset, place, chunk):
                         found.append((column.dataset, place, chunk, False))
         return self._encoded(found)
 

@@ -69,10 +69,10 @@ class OutputDataset:
 
     def blank(self) -> np.ndarray:
         """Return a new chunk with the fill value in all elements."""
+        if not self.fill.tobytes().strip(b"\0"):
+            return np.zeros(self.geometry.chunk, self.dtype)
         chunk = np.empty(self.geometry.chunk, self.dtype)
-        chunk.reshape(-1).view(np.dtype((np.void, self.dtype.itemsize)))[:] = self.fill.view(
-            np.dtype((np.void, self.dtype.itemsize))
-        )
+        chunk[...] = self.fill
         return chunk
 
     def describe(self) -> str:

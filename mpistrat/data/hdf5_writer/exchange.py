@@ -17,7 +17,7 @@ from mpistrat.data.hdf5_writer.dataset_spec import OutputDataset
 from mpistrat.data.hdf5_writer.geometry import Piece
 from mpistrat.sharding import consecutive
 
-BYTES_PER_ROUND = 2**23
+BYTES_PER_ROUND = 2**24
 """A rank sends about this many bytes at a time, so that messages need little memory."""
 
 

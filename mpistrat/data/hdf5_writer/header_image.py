@@ -136,8 +136,8 @@ def make_image(read: Read, superblock: Superblock, root: Root, end: int, fill: F
         h5py.File(source_view, "r") as source,
         h5py.File(view, "r+", libver=("earliest", "latest")) as file,
     ):
-        # The group gets no name: HDF5 would have to change the old root group for it. The superblock
-        # of the commit points to its header, so it needs no link.
+        # The group gets no name: HDF5 would have to change the old root group for it. The
+        # superblock of the commit points to its header, so it needs no link.
         group = h5py.Group(h5py.h5g.create(file.id, None))
         places = fill(file, source, group)
         addresses = {name: h5py.h5o.get_info(each.id).addr for name, each in places.items()}
