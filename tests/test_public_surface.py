@@ -202,6 +202,8 @@ def held(tmp_path_factory):
         iterator = iter(distributed)
         objects += [dataset, dataset.element_spec, distributed, iterator]
         objects += [data.Ragged([1, 2], [0, 2]), data.Field("x")]
+        with data.HDF5Writer(tmp_path_factory.mktemp("written") / "file.h5") as writer:
+            objects += [writer]
         objects += [iterator.get_next_as_optional(), InputIterator(distributed)]
         checkpoint = ms.Checkpoint(variable=variables[0])
         manager = ms.CheckpointManager(checkpoint, tmp_path_factory.mktemp("surface"))
