@@ -2,13 +2,12 @@
 
     mpiexec -n 4 python jobs/infer.py --data data/spots.h5 --output runs/spots.h5
 
-The images are filtered, and the local maxima of the response are the spots. Rank 0 writes them in
-the order of the images: `count` has an entry per image, `spot` a row (y, x, response) per spot,
-those of image i start at sum(count[:i]). The file has the same bits on any number of ranks.
+The images are filtered, and the local maxima of the response are the spots. All ranks write them,
+in the order of the images: `count` has an entry per image, `spot` a row (y, x, response) per spot,
+those of image i start at sum(count[:i]). The values are the same on any number of ranks.
 """
 
 import argparse
-import contextlib
 from pathlib import Path
 
 import h5py
@@ -62,12 +61,6 @@ def find_spots(xp, images, threshold):
     return xp.bincount(image, minlength=len(images)), spots
 
 
-def append(dataset, rows):
-    """Add rows at the end of an HDF5 dataset."""
-    dataset.resize(len(dataset) + len(rows), axis=0)
-    dataset[len(dataset) - len(rows) :] = rows
-
-
 def main():
     """Infer and write. **Collective**: every rank runs this program."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -89,22 +82,13 @@ def main():
     def step(images):
         return find_spots(xp, images, args.threshold)
 
-    with contextlib.ExitStack() as stack:
-        if is_first:
-            args.output.parent.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context(h5py.File(args.output.with_suffix(".tmp"), "w"))
-            count = file.create_dataset("count", (0,), np.int64, maxshape=(None,), chunks=(4096,))
-            spot = file.create_dataset("spot", (0, 3), np.float32, maxshape=(None, 3))
+    # Ranks have different numbers of images and spots. The file gets its name when it is complete.
+    with ms.data.HDF5Writer(args.output, strategy=strategy) as out:
         for part in batches:
-            # Ranks have different numbers of images and spots; gather joins them in rank order.
-            counts, spots = (strategy.gather(each, axis=0) for each in strategy.run(step, (part,)))
-            if is_first:
-                append(count, counts)
-                append(spot, spots)
+            count, spot = strategy.run(step, (part,))
+            out.append({"count": count, "spot": spot})
         if is_first:
-            print(f"images: {len(count)}, spots: {len(spot)}")
-    if is_first:
-        args.output.with_suffix(".tmp").replace(args.output)  # complete
+            print(f"images: {out.rows['count']}, spots: {out.rows['spot']}")
 
 
 if __name__ == "__main__":

@@ -108,6 +108,8 @@ SURFACE = {
         state_dict take unbatch window with_options zip
     """,
     data.Field: "attribute axis path",
+    data.HDF5Writer: "append close closed create_dataset create_group flush "
+    "load_state_dict mode path rows set_attrs state_dict steps write",
     data.DistributedDataset: "cardinality element_spec load_state_dict state_dict strategy",
     data.Ragged: "from_list nbytes row_lengths row_splits to_list values",
     ElementIterator: "close get_next get_next_as_optional",
@@ -200,6 +202,8 @@ def held(tmp_path_factory):
         iterator = iter(distributed)
         objects += [dataset, dataset.element_spec, distributed, iterator]
         objects += [data.Ragged([1, 2], [0, 2]), data.Field("x")]
+        with data.HDF5Writer(tmp_path_factory.mktemp("written") / "file.h5") as writer:
+            objects += [writer]
         objects += [iterator.get_next_as_optional(), InputIterator(distributed)]
         checkpoint = ms.Checkpoint(variable=variables[0])
         manager = ms.CheckpointManager(checkpoint, tmp_path_factory.mktemp("surface"))

@@ -50,6 +50,7 @@ BUDGETS = {
     "docs/guide": 1_100,
     "docs/guide/data.md": 1_600,
     "docs/guide/gpus.md": 1_400,
+    "docs/guide/pytorch.md": 1_200,
     "docs/howto": 1_300,
     "docs/howto/hangs.md": 2_100,
 }

@@ -20,7 +20,8 @@ from mpistrat.checkpoint.format import BITS_OF_FLOATS, FORMAT
 from mpistrat.checkpoint.nodes import read_attribute
 from mpistrat.checkpoint.reader import CheckpointReader, open_checkpoint
 from mpistrat.checkpoint.state_json import plain_state
-from mpistrat.cli.data_files import inspect_data
+from mpistrat.cli.data_checks import verify_data
+from mpistrat.cli.data_files import inspect_data, is_data_file
 from mpistrat.cli.diff import in_short
 from mpistrat.cli.output import (
     Command,
@@ -74,7 +75,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
         except ValueError as error:
             print_error("inspect", error)
             return 2
-    if _is_data_file(arguments.file):
+    if is_data_file(arguments.file):
         return inspect_data(arguments)
     note = ""
     try:
@@ -103,7 +104,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
 def _newest_in(folder: Path) -> str:
     """Return the newest checkpoint of a folder, and say how many there are."""
     files = _find(folder)
-    found = [path for path in files if not _is_data_file(str(path))]
+    found = [path for path in files if not is_data_file(str(path))]
     if not found:
         names = ", ".join(path.name for path in files[:5])
         raise ValueError(
@@ -116,18 +117,6 @@ def _newest_in(folder: Path) -> str:
     count = counted(len(found), "checkpoint")
     print_note("inspect", f"{newest} is the newest of {count} in the folder.")
     return str(newest)
-
-
-def _is_data_file(path: str) -> bool:
-    """Return whether `path` is an HDF5 file but not a checkpoint."""
-    try:
-        with contextlib.closing(hdf5.open_for_reading(path, DataError)) as file:
-            if read_attribute(file.id, "format") == FORMAT:
-                return False
-            # A checkpoint with a damaged header still has one of these attributes.
-            return not {"format_version", "mpistrat_version"} & set(file.attrs)
-    except (DataError, OSError, RuntimeError, UnicodeError):
-        return False
 
 
 def _content(reader: CheckpointReader, with_statistics: bool) -> dict[str, Any]:
@@ -310,12 +299,12 @@ def _find(folder: Path) -> list[Path]:
 
 
 def _verdict(file: Path, is_in_folder: bool) -> dict[str, Any] | None:
-    """Return facts about a checkpoint, or ``None`` for a different kind of file in a folder.
+    """Return facts about a file, or ``None`` for a data file in a folder of checkpoints.
 
     Raises `CheckpointError` if the file cannot be used as a checkpoint, damaged or not.
     """
-    if is_in_folder and _is_data_file(str(file)):
-        return None
+    if is_data_file(str(file)):
+        return None if is_in_folder else verify_data(str(file))
     try:
         with open_checkpoint(file) as reader:
             reader.verify()
@@ -350,21 +339,22 @@ def _formatted(file: Path, verdict: dict[str, Any]) -> list[str]:
     if not verdict["sound"]:
         return [f"{on_one_line(file)}: ", "DAMAGED", f"\n{verdict['error']}"]
     size = readable_size(verdict["size_bytes"])
-    rest = f", {counted(verdict['num_variables'], 'variable')}, {size}"
+    noun = "dataset" if "num_datasets" in verdict else "variable"
+    rest = f", {counted(verdict[f'num_{noun}s'], noun)}, {size}"
     return [f"{on_one_line(file)}: ", "ok", rest]
 
 
 VERIFY = Command(
     "verify",
-    "Check that checkpoints are complete and undamaged.",
+    "Check that checkpoints and HDF5 files are complete and undamaged.",
     _add_verify_arguments,
     _verify,
     "inspect files",
     """\
 Check that checkpoints are complete and undamaged, for example after a full disk, a crash or a
-copy. It reads every value and compares it with its checksum. The exit code is 1 if a checkpoint
-is damaged or has a format version that this mpistrat does not read, 2 if a file is not a
-checkpoint.
+copy. It reads every value and compares it with its checksum. Of other HDF5 files it decodes every
+chunk, and checks that no two overlap. The exit code is 1 if a file is damaged or a checkpoint has
+a format version that this mpistrat does not read, 2 if a file is neither.
 
   mpistrat verify runs/digits
 """,

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 
 from mpistrat import hdf5, sharding
+from mpistrat.checkpoint.format import FORMAT
+from mpistrat.checkpoint.nodes import read_attribute
 from mpistrat.cli.output import print_error, print_json, print_line, print_table
 from mpistrat.data.hdf5.filters import (
     install_filter,
@@ -22,6 +24,7 @@ from mpistrat.data.hdf5.filters import (
 )
 from mpistrat.data.hdf5.linked_files import check_virtual_sources
 from mpistrat.data.hdf5.types import READABLE, dtype_of, is_readable
+from mpistrat.data.hdf5_writer.header_image import STEPS
 from mpistrat.data.transformations.shuffle import WINDOW_BYTES, Partitions
 from mpistrat.errors import DataError
 from mpistrat.system.text import counted, readable_size
@@ -32,6 +35,18 @@ _WITH_LEVEL = {"gzip", "zstd"}
 
 _HDF5_ERRORS = (OSError, RuntimeError, KeyError, ValueError, TypeError)
 """Errors that h5py raises if an object is damaged."""
+
+
+def is_data_file(path: str) -> bool:
+    """Return whether `path` is an HDF5 file but not a checkpoint."""
+    try:
+        with contextlib.closing(hdf5.open_for_reading(path, DataError)) as file:
+            if read_attribute(file.id, "format") == FORMAT:
+                return False
+            # A checkpoint with a damaged header still has one of these attributes.
+            return not {"format_version", "mpistrat_version"} & set(file.attrs)
+    except (DataError, OSError, RuntimeError, UnicodeError):
+        return False
 
 
 def inspect_data(arguments: argparse.Namespace) -> int:
@@ -65,7 +80,9 @@ def _content(path: str, file: Any) -> dict[str, Any]:
     lines, command = advice(path, datasets)
     if damaged:
         command = None
+    steps = file.attrs.get(STEPS)
     return {
+        **({} if steps is None else {"steps": int(steps)}),
         "attributes": sorted(file.attrs),
         "datasets": datasets,
         "links": {name: each for name, each in found.items() if isinstance(each, str)},
@@ -149,7 +166,8 @@ def _is_there(dataset: Any, name: str) -> bool:
 
 def _print_for_people(path: str, content: dict[str, Any]) -> None:
     datasets: dict[str, dict[str, Any]] = content["datasets"]
-    print_line(f"{path}: data, {readable_size(os.path.getsize(path))}")
+    steps = f", {counted(content['steps'], 'step')}" if "steps" in content else ""
+    print_line(f"{path}: data, {readable_size(os.path.getsize(path))}{steps}")
     if datasets:
         print_table(_COLUMNS, [_row(name, each) for name, each in datasets.items()])
     if content["links"]:

@@ -15,6 +15,8 @@ from mpistrat.checkpoint.deferred import describe
 from mpistrat.checkpoint.format import REPLICAS
 from mpistrat.checkpoint.reader import CheckpointReader, open_checkpoint
 from mpistrat.checkpoint.state_json import plain_state
+from mpistrat.cli.data_checks import differences_of_data
+from mpistrat.cli.data_files import is_data_file
 from mpistrat.cli.output import (
     Command,
     on_one_line,
@@ -24,7 +26,7 @@ from mpistrat.cli.output import (
     print_table,
 )
 from mpistrat.cli.statistics import numbers_of, tell_apart
-from mpistrat.errors import CheckpointError
+from mpistrat.errors import CheckpointError, DataError
 from mpistrat.system.text import counted
 
 _SHORT = 200
@@ -109,12 +111,14 @@ def differing_paths(path: str, a: Any, b: Any) -> Iterator[tuple[str, str]]:
 
 
 def _add_diff_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("a", metavar="A", help="a checkpoint")
-    parser.add_argument("b", metavar="B", help="the checkpoint to compare with it")
+    parser.add_argument("a", metavar="A", help="a checkpoint or an HDF5 file")
+    parser.add_argument("b", metavar="B", help="the file to compare with it")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
 def _diff(arguments: argparse.Namespace) -> int:
+    if is_data_file(arguments.a) and is_data_file(arguments.b):
+        return _diff_data(arguments)
     try:
         with open_checkpoint(arguments.a) as a, open_checkpoint(arguments.b) as b:
             rows = [*_variables(a, b), *_components(a, b), *_state(a, b, in_full=arguments.json)]
@@ -136,6 +140,25 @@ def _diff(arguments: argparse.Namespace) -> int:
     ending = f"{differ} between a = {arguments.a} and b = {arguments.b}"
     print_line(on_one_line(ending))
     return 1
+
+
+def _diff_data(arguments: argparse.Namespace) -> int:
+    """Compare the datasets of two HDF5 files, and return the exit code."""
+    try:
+        number, rows = differences_of_data(arguments.a, arguments.b)
+    except (DataError, OSError, RuntimeError, KeyError) as error:
+        print_error("diff", error)
+        return 2
+    if arguments.json:
+        print_json({"equal": not rows, "num_paths": number, "differences": dict(rows)})
+    elif rows:
+        print_table(("dataset", "difference"), rows)
+        differ = f"{counted(len(rows), 'dataset')} {'differs' if len(rows) == 1 else 'differ'}"
+        print_line(on_one_line(f"{differ} between a = {arguments.a} and b = {arguments.b}"))
+    else:
+        both = on_one_line(f"{arguments.a} and {arguments.b} are ")
+        print_line(both, "equal", f": {counted(number, 'dataset')}")
+    return 1 if rows else 0
 
 
 def _variables(a: CheckpointReader, b: CheckpointReader) -> Iterator[tuple[str, str]]:
@@ -220,7 +243,7 @@ def _only_in(in_a: bool) -> str:
 
 DIFF = Command(
     "diff",
-    "Show the differences between two checkpoints.",
+    "Show the differences between two checkpoints, or two HDF5 files.",
     _add_diff_arguments,
     _diff,
     "inspect files",

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, NoReturn
 from mpistrat.data.dataset import Dataset
 from mpistrat.data.distributed_dataset import DistributedDataset
 from mpistrat.data.hdf5.fields import Field
+from mpistrat.data.hdf5_writer.writer import HDF5Writer
 from mpistrat.data.random import example_rng, example_rngs
 from mpistrat.data.spec import ArraySpec
 from mpistrat.data.transformations.map import AUTOTUNE
@@ -18,6 +19,7 @@ __all__ = [
     "Dataset",
     "DistributedDataset",
     "Field",
+    "HDF5Writer",
     "Ragged",
     "example_rng",
     "example_rngs",

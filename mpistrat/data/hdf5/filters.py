@@ -66,34 +66,35 @@ class _FilterClass(ctypes.Structure):
 
 def plugin_decoder(filter_id: int, values: Sequence[int]) -> Callable[[Any, int], Any] | None:
     """Return a function that decodes a chunk of the filter, ``None`` if there is no plugin."""
-    function = _functions().get(filter_id)
-    if function is None:
+    if filter_id not in plugin_functions():
         return None
-    parameters = (ctypes.c_uint * len(values))(*values)
 
     def decode(encoded: Any, num_bytes: int) -> bytes:
         if filter_id == _LZ4:
             _check_lz4_blocks(encoded)
-        size = ctypes.c_size_t(len(encoded))
-        # The function frees this memory and replaces it by memory that it has allocated.
-        memory = ctypes.c_void_p(_libc().malloc(max(len(encoded), 1)))
-        try:
-            ctypes.memmove(memory, bytes(encoded), len(encoded))
-            length = function(
-                _REVERSE,
-                len(parameters),
-                parameters,
-                len(encoded),
-                ctypes.byref(size),
-                ctypes.byref(memory),
-            )
-            if not 0 < length <= sys.maxsize:  # zstd returns error codes as negative sizes
-                raise ValueError(f"the filter {filter_id} cannot decode a chunk")
-            return ctypes.string_at(memory, length)
-        finally:
-            _libc().free(memory)
+        decoded = run_plugin(filter_id, values, _REVERSE, encoded)
+        if decoded is None:
+            raise ValueError(f"the filter {filter_id} cannot decode a chunk")
+        return decoded
 
     return decode
+
+
+def run_plugin(filter_id: int, values: Sequence[int], flags: int, data: Any) -> bytes | None:
+    """Return what the plugin of a filter makes of `data`, ``None`` if it fails."""
+    parameters = (ctypes.c_uint * len(values))(*values)
+    size = ctypes.c_size_t(len(data))
+    # The function frees this memory and replaces it by memory that it has allocated.
+    memory = ctypes.c_void_p(_libc().malloc(max(len(data), 1)))
+    try:
+        ctypes.memmove(memory, bytes(data), len(data))
+        length = plugin_functions()[filter_id](
+            flags, len(parameters), parameters, len(data), ctypes.byref(size), ctypes.byref(memory)
+        )
+        # zstd returns error codes as negative sizes
+        return ctypes.string_at(memory, length) if 0 < length <= sys.maxsize else None
+    finally:
+        _libc().free(memory)
 
 
 class Codec(NamedTuple):
@@ -131,7 +132,7 @@ def _check_lz4_blocks(encoded: Any) -> None:
 
 
 @cache
-def _functions() -> dict[int, Any]:
+def plugin_functions() -> dict[int, Any]:
     """Return the functions of the plugins by the number of the filter."""
     functions = {}
     for name, path in hdf5.plugin_libraries().items():
@@ -149,17 +150,17 @@ def _functions() -> dict[int, Any]:
 def _libc() -> Any:
     # The C library of this process, whose malloc and free the plugins use too: each side frees
     # memory of the other. Without a restype ctypes would cut the pointer to an int.
-    libc = ctypes.CDLL(None)
-    libc.malloc.restype = ctypes.c_void_p
-    libc.malloc.argtypes = [ctypes.c_size_t]
-    libc.free.argtypes = [ctypes.c_void_p]
-    return libc
+    library = ctypes.CDLL(None)
+    library.malloc.restype = ctypes.c_void_p
+    library.malloc.argtypes = [ctypes.c_size_t]
+    library.free.argtypes = [ctypes.c_void_p]
+    return library
 
 
 _Decode = Callable[[Any, int], Any]
 """Takes an encoded chunk and its final size in bytes, and undoes one filter."""
 
-_DEFLATE, _SHUFFLE, _FLETCHER32, _BZIP2, _LZF = 1, 2, 3, 307, 32000
+DEFLATE, SHUFFLE, FLETCHER32, BZIP2, LZF = 1, 2, 3, 307, 32000
 _CHECKSUM_BYTES = 4
 
 
@@ -190,15 +191,15 @@ def make_decoder(filters: Sequence[tuple[int, Sequence[int]]]) -> ChunkDecoder |
 
 def _decoder_of(filter_id: int, values: Sequence[int]) -> _Decode | None:
     """Return the function that decodes one filter, ``None`` if only HDF5 can decode it."""
-    if filter_id == _DEFLATE:
+    if filter_id == DEFLATE:
         return _inflate
-    if filter_id == _SHUFFLE and values:
+    if filter_id == SHUFFLE and values:
         return partial(_unshuffle, values[0])
-    if filter_id == _FLETCHER32:
+    if filter_id == FLETCHER32:
         return _without_checksum
-    if filter_id == _BZIP2:
+    if filter_id == BZIP2:
         return _decode_bzip2
-    if filter_id == _LZF and _lzf() is not None:
+    if filter_id == LZF and lzf_function("decompress") is not None:
         return _decode_lzf
     return plugin_decoder(filter_id, values)
 
@@ -245,15 +246,20 @@ def _without_checksum(with_checksum: Any, num_bytes: int) -> Any:
     # The checksum is computed over 16-bit big-endian words.
     both = memoryview(with_checksum)
     content, stored = both[:-_CHECKSUM_BYTES], int.from_bytes(both[-_CHECKSUM_BYTES:], "little")
-    even = len(content) // 2 * 2
-    words = np.frombuffer(content[:even], ">u2").astype(np.uint64)
-    if even < len(content):
-        words = np.append(words, np.uint64(content[-1] << 8))
-    first, second = int(words.sum()), int(np.dot(words, _weights(len(words))))
+    first, second = fletcher_sums(content)
     # The sums are in ones' complement, where 0 and 65535 are the same number.
     if (first - (stored & 0xFFFF)) % 65535 or (second - (stored >> 16)) % 65535:
         raise ValueError("the checksum of a chunk is wrong")
     return content
+
+
+def fletcher_sums(content: memoryview) -> tuple[int, int]:
+    """Return the two sums of a Fletcher checksum, each modulo 65535 once it is reduced."""
+    even = len(content) // 2 * 2
+    words = np.frombuffer(content[:even], ">u2").astype(np.uint64)
+    if even < len(content):
+        words = np.append(words, np.uint64(content[-1] << 8))
+    return int(words.sum()), int(np.dot(words, _weights(len(words))))
 
 
 @lru_cache(maxsize=4)
@@ -277,17 +283,17 @@ def _decode_lzf(encoded: Any, num_bytes: int) -> bytes:
     # A filter applied before LZF, such as a checksum, may have made the chunk larger.
     room = num_bytes + num_bytes // 64 + 64
     decoded = ctypes.create_string_buffer(room)
-    length = _lzf()(bytes(encoded), len(encoded), decoded, room)
+    length = lzf_function("decompress")(bytes(encoded), len(encoded), decoded, room)
     if not length:
         raise ValueError("a chunk cannot be decoded by LZF")
     return decoded.raw[:length]
 
 
 @cache
-def _lzf() -> Any:
-    """Return the function of h5py's own copy of LZF, ``None`` if it has none."""
+def lzf_function(name: str) -> Any:
+    """Return a function of h5py's own copy of LZF, ``None`` if it has none."""
     try:
-        function = ctypes.CDLL(hdf5.extension_path()).lzf_decompress
+        function = getattr(ctypes.CDLL(hdf5.extension_path()), f"lzf_{name}")
     except (AttributeError, OSError):
         return None
     function.argtypes = [ctypes.c_char_p, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint]

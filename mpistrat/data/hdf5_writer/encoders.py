@@ -1,0 +1,156 @@
+"""Encoders of chunks: the mirror of ``data/hdf5/filters.py``, which decodes them.
+
+They release Python's lock, and do not need the lock of HDF5, so that threads encode chunks at the
+same time.
+"""
+
+from __future__ import annotations
+
+import bz2
+import contextlib
+import ctypes
+import importlib
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+
+from mpistrat.data.hdf5.filters import (
+    BZIP2,
+    DEFLATE,
+    FLETCHER32,
+    LZF,
+    SHUFFLE,
+    fletcher_sums,
+    lzf_function,
+    name_of_filter,
+    plugin_functions,
+    run_plugin,
+)
+from mpistrat.errors import DataError
+
+_Encode = Callable[[Any], Any]
+"""Takes bytes, and returns them encoded, or ``None`` if they would not become shorter."""
+
+
+@dataclass(frozen=True)
+class ChunkEncoder:
+    """Thread-safe encoder of the chunks of one dataset."""
+
+    filters: tuple[_Encode, ...] = ()
+    """One function per filter, in the order of application."""
+
+    def encode(self, chunk: np.ndarray) -> tuple[Any, int]:
+        """Return the stored bytes of a chunk in C order, and its filter mask."""
+        data: Any = chunk.reshape(-1).view(np.uint8).data
+        mask = 0
+        for number, encode in enumerate(self.filters):
+            encoded = encode(data)
+            if encoded is None:
+                mask |= 1 << number
+            else:
+                data = encoded
+        return data, mask
+
+
+def make_encoder(
+    name: str, filters: Sequence[tuple[int, Sequence[int]]], fast_gzip: bool
+) -> ChunkEncoder:
+    """Return the encoder of the dataset `name`; its filters have a number and client data.
+
+    `fast_gzip` allows the compressor of ISA-L, which must then be installed on all ranks.
+    """
+    return ChunkEncoder(tuple(_encoder_of(name, *each, fast_gzip) for each in filters))
+
+
+def _encoder_of(name: str, number: int, values: Sequence[int], fast_gzip: bool) -> _Encode:
+    if number == DEFLATE:
+        level = values[0]
+        if fast_gzip and level in _ISAL_LEVELS:
+            return partial(_fast_deflate, _ISAL_LEVELS[level])
+        return partial(_deflate, level)
+    if number == SHUFFLE:
+        return partial(_shuffle, values[0])
+    if number == FLETCHER32:
+        return _with_checksum
+    if number == BZIP2:
+        return partial(_encode_bzip2, values[0] if values else 9)
+    if number == LZF and lzf_function("compress") is not None:
+        return _encode_lzf
+    if number in plugin_functions():
+        return lambda data: run_plugin(number, values, 0, data)
+    raise DataError(
+        f"HDF5Writer: the filter {name_of_filter(number)} of dataset {name!r} can only be applied "
+        'by HDF5 itself, in one process. Use compression="gzip" or "lzf", a filter of hdf5plugin '
+        "such as hdf5plugin.LZ4() or hdf5plugin.Zstd(), or none."
+    )
+
+
+_ISAL_LEVELS = {1: 1, 2: 2, 3: 2, 4: 2}
+"""Levels of zlib, and of ISA-L with about the same size. ISA-L has none for higher levels."""
+
+
+@cache
+def isal_version() -> str | None:
+    """Return the version of ISA-L, ``None`` if it is not installed."""
+    with contextlib.suppress(ImportError):
+        return str(importlib.import_module("isal").__version__)
+    return None
+
+
+@cache
+def _isal() -> Any:
+    return importlib.import_module("isal.isal_zlib")
+
+
+def _fast_deflate(level: int, data: Any) -> bytes | None:
+    return _if_shorter(_isal().compress(data, level), data)
+
+
+def _deflate(level: int, data: Any) -> bytes | None:
+    return _if_shorter(zlib.compress(data, level), data)
+
+
+def _if_shorter(encoded: bytes, data: Any) -> bytes | None:
+    # HDF5 then stores the chunk without this filter, and says so in the filter mask.
+    return encoded if len(encoded) < len(data) else None
+
+
+def _shuffle(item_bytes: int, data: Any) -> Any:
+    """Return the first bytes of all items, then the second bytes, and so on."""
+    num_items = len(data) // max(item_bytes, 1)
+    if item_bytes <= 1 or num_items <= 1:
+        return data
+    items = np.frombuffer(data, np.uint8)
+    shuffled = np.empty(len(items), np.uint8)
+    # HDF5 shuffles only whole items, and leaves the bytes of an incomplete item at the end.
+    end = num_items * item_bytes
+    planes, rows = (
+        shuffled[:end].reshape(item_bytes, num_items),
+        items[:end].reshape(-1, item_bytes),
+    )
+    for number in range(item_bytes):
+        planes[number] = rows[:, number]
+    shuffled[end:] = items[end:]
+    return shuffled.data
+
+
+def _with_checksum(data: Any) -> bytes:
+    both = [each % 65535 or 65535 * (each > 0) for each in fletcher_sums(memoryview(data))]
+    if both[0] and not both[1]:  # the second sum is reduced before it is added up
+        both[1] = 65535
+    return bytes(data) + (both[1] << 16 | both[0]).to_bytes(4, "little")
+
+
+def _encode_bzip2(level: int, data: Any) -> bytes | None:
+    return _if_shorter(bz2.compress(data, level), data)
+
+
+def _encode_lzf(data: Any) -> bytes | None:
+    room = len(data)
+    encoded = ctypes.create_string_buffer(room)
+    length = lzf_function("compress")(bytes(data), room, encoded, room)
+    return encoded.raw[:length] if length else None

@@ -1,0 +1,366 @@
+"""State of an open output file on all ranks: moving rows, writing chunks, committing steps."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from mpistrat import hdf5
+from mpistrat.collectives.collectives import CollectiveCall, Collectives
+from mpistrat.collectives.operations.all_gather import gather_flat
+from mpistrat.data.hdf5_writer.chunk_store import ChunkStore, Encoded, SharedSpace, entries_of
+from mpistrat.data.hdf5_writer.dataset_spec import OutputDataset, existing_dataset
+from mpistrat.data.hdf5_writer.encoders import isal_version
+from mpistrat.data.hdf5_writer.exchange import PlacedPart, exchange_round, pieces_of
+from mpistrat.data.hdf5_writer.geometry import Piece
+from mpistrat.data.hdf5_writer.header_copy import Changes, growing_datasets
+from mpistrat.data.hdf5_writer.target import Target, objects_of
+from mpistrat.errors import DataError
+from mpistrat.sharding import ceil_div
+
+_REPORT_BYTES = 1024
+"""Reports of up to this many bytes are sent in one message."""
+
+
+class Session:
+    """An open file. All methods are **Collective**, except those that say otherwise."""
+
+    def __init__(self, ranks: Collectives, kind: str, path: str, mode: str, durable: bool) -> None:
+        self.ranks = ranks
+        self.mode = mode
+        self.durable = durable
+        self.target: Target | None = None
+        """Only on rank 0."""
+        self.handle = -1
+        self.steps = 0
+        self.datasets: dict[str, OutputDataset] = {}
+        """The datasets that are written in chunks."""
+        self.committed_rows: dict[str, int] = {}
+        self.changes = Changes()
+        self.is_changed = False
+        """Whether rank 0 has `changes`."""
+        self.num_waiting = 0
+        """Number of steps that are not committed."""
+        self.changes_of_this_session: set[str] = set()
+        """Names of objects that this writer has created."""
+        self._added: dict[str, Any] = {}
+        self._addresses: dict[str, int] = {}
+        """Addresses of contiguous datasets."""
+        # Rank 0 first: it takes the lock, and shows that the file is one that can be resumed.
+        ranks.on_root(lambda: self._open_root(path, mode, durable), kind)
+        try:
+            name, end, self.steps = ranks.on_root(self._described, kind)
+            with ranks.common_outcome(kind):
+                self.handle = os.open(name, os.O_RDWR | os.O_CLOEXEC)
+            versions = ranks.gather_json(isal_version(), kind)
+            self.fast_gzip = versions[0] is not None and len(set(versions)) == 1
+            self.name = name
+            self.space = SharedSpace(end, ranks.size)
+            self.store = ChunkStore(os.path.dirname(name), ranks.rank, ranks.size)
+            with ranks.common_outcome(kind):
+                self._read_existing(None)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def _open_root(self, path: str, mode: str, durable: bool) -> None:
+        target = Target(path, mode, durable)
+        target.inspect()
+        self.target = target
+
+    def _described(self) -> tuple[str, int, int]:
+        assert self.target is not None
+        return self.target.name, self.target.end, self.target.steps
+
+    def _read_existing(self, rows: dict[str, int] | None) -> None:
+        """Take over the growing datasets of the file, with fewer rows if `rows` says so. Local."""
+        with contextlib.closing(hdf5.open_for_reading(self.name, DataError)) as file:
+            self.objects = objects_of(file)
+            for name, stored in growing_datasets(file).items():
+                if stored.dtype.hasobject:
+                    continue  # it stays as it is
+                dataset = self.datasets.get(name)
+                if dataset is None:
+                    try:
+                        dataset = existing_dataset(name, stored, self.fast_gzip)
+                    except DataError:
+                        continue  # only HDF5 can write it
+                if rows is not None:
+                    dataset.rows = rows.get(name, 0)
+                self.datasets[name] = dataset
+                self.committed_rows[name] = dataset.rows
+                self.store.add(dataset)
+                self.store.fill_last(dataset, stored)
+                if self.target is not None:
+                    self.target.file.know(dataset, stored)
+
+    # Definitions
+
+    def add(self, dataset: OutputDataset) -> None:
+        """Accept rows of a new dataset. Local, on all ranks."""
+        self.datasets[dataset.name] = dataset
+        self.objects[dataset.name] = dataset.shape, dataset.dtype
+        self.committed_rows[dataset.name] = 0
+        self.store.add(dataset)
+        self.is_changed = True
+        address = None
+        if not dataset.is_chunked:
+            num_bytes = dataset.num_rows * dataset.chunk_bytes // dataset.geometry.chunk[0]
+            address = self._addresses[dataset.name] = self.space.reserve(num_bytes)
+        if self.target is not None:
+            self.changes.datasets[dataset.name] = dataset
+            self.target.file.add(dataset, address)
+
+    def note_groups(self, name: str) -> None:
+        """Remember a new object and the groups around it. Local, on all ranks."""
+        self.changes_of_this_session.add(name)
+        parts = name.split("/")
+        for number in range(1, len(parts)):
+            self.objects.setdefault("/".join(parts[:number]), None)
+
+    def forget(self, name: str) -> None:
+        """Undo `add` for a dataset that the first step has created. Local, on all ranks."""
+        del self.datasets[name], self.objects[name], self.committed_rows[name]
+        self.store.remove(name)
+        if self.target is not None:
+            self.changes.datasets.pop(name, None)
+            self.target.file.remove(name)
+
+    # Rows
+
+    def move(
+        self, kind: str, call: CollectiveCall, parts: Iterable[PlacedPart], is_same: bool = False
+    ) -> Mover:
+        """Begin to send the rows of `parts` to the owners of their chunks; inside `call`.
+
+        `is_same` says that all ranks hold all rows, so that none are sent.
+        """
+        mover = Mover(self, kind, parts)
+        if is_same:
+            mover.take_all()
+        else:
+            mover.round(call)
+        return mover
+
+    def store_chunks(self, kind: str, is_commit: bool, flush: bool = False) -> None:
+        """Write all chunks that are complete; with `is_commit` also the last ones."""
+        encoded: list[Encoded] = []
+
+        def encode() -> dict[str, Any]:
+            encoded.extend(self.store.full())
+            if is_commit:
+                encoded.extend(self.store.partial())
+            self.store.place_contiguous(self._addresses, encoded)
+            arena = 0
+            if is_commit and self.target is not None:
+                arena = self.target.file.prepare(self._counts(), self.space.end)
+            return {"chunks": [each.as_json() for each in encoded], "arena": arena}
+
+        reports = self._reports(kind, encode)
+        chunks, arena = [each["chunks"] for each in reports], reports[0]["arena"]
+        if any(chunks):
+            addresses = self.space.place_chunks(chunks)
+            with self.ranks.common_outcome(kind):
+                self.store.write(self.handle, encoded, addresses[self.ranks.rank])
+                if flush:
+                    os.fsync(self.handle)
+            for name, found in entries_of(self.datasets, chunks, addresses).items():
+                self._added.setdefault(name, {}).update(found)
+            self.store.release_full()
+        elif flush:
+            with self.ranks.common_outcome(kind):
+                os.fsync(self.handle)
+        # All chunks of all ranks are written here, which the round above has shown.
+        if is_commit:
+            place = self.space.reserve(arena)
+            with self.ranks.common_outcome(kind):
+                if self.target is not None:
+                    self._commit(place, arena)
+
+    def _reports(self, kind: str, encode: Callable[[], dict[str, Any]]) -> list[Any]:
+        """Return the result of `encode` on each rank, or raise on all if it fails on any."""
+        # Mostly in one message, where `on_all` needs three.
+        if self.ranks.size == 1:
+            return [encode()]
+        own: dict[str, Any] | None = None
+        error: Exception | None = None
+        try:
+            own = encode()
+        except Exception as raised:
+            error = raised
+        text = b"" if own is None else json.dumps(own, separators=(",", ":")).encode()
+        row = np.zeros(_REPORT_BYTES, np.uint8)
+        row[:8] = np.frombuffer(np.int64(len(text)).tobytes(), np.uint8)
+        is_short = len(text) <= _REPORT_BYTES - 8
+        if is_short:
+            row[8 : 8 + len(text)] = np.frombuffer(text, np.uint8)
+        with self.ranks.call(kind) as call:
+            call.agree("chunks")
+            with call.moving():
+                (joined,) = gather_flat(call, [row], [[_REPORT_BYTES] * self.ranks.size])
+        rows = joined.reshape(self.ranks.size, _REPORT_BYTES)
+        lengths = [int(each[:8].view(np.int64)[0]) for each in rows]
+        if all(0 < length <= _REPORT_BYTES - 8 for length in lengths):
+            return [
+                json.loads(each[8 : 8 + length].tobytes())
+                for each, length in zip(rows, lengths, strict=True)
+            ]
+
+        def again() -> Any:
+            if error is not None:
+                raise error
+            return own
+
+        return self.ranks.on_all(again, kind)
+
+    def has_full_blocks(self) -> bool:
+        """Return whether some chunks are complete since the last commit. Local, on all ranks."""
+        return any(
+            dataset.rows // dataset.geometry.chunk[0]
+            > self.committed_rows[name] // dataset.geometry.chunk[0]
+            for name, dataset in self.datasets.items()
+            if dataset.grows
+        )
+
+    def _counts(self) -> dict[str, int]:
+        """Return how many chunks each dataset may get with the next commit."""
+        counts = {}
+        for name, dataset in self.datasets.items():
+            height = dataset.geometry.chunk[0]
+            first = self.committed_rows[name] // height if dataset.grows else 0
+            blocks = ceil_div(dataset.num_rows, height) - first
+            is_new = dataset.num_rows != self.committed_rows[name]
+            counts[name] = blocks * dataset.geometry.num_cells if is_new else 0
+        return counts
+
+    def _commit(self, place: int, arena: int) -> None:
+        assert self.target is not None
+        file = self.target.file
+        file.give(place, arena)
+        rows = {name: each.rows for name, each in self.datasets.items() if each.grows}
+        file.commit(self._added, rows, self.steps + self.num_waiting, self.space.end)
+
+    def commit(self, kind: str, flush: bool = False) -> None:
+        """Make all steps a part of the file, or return to the last commit and raise."""
+        # New objects first, because the headers of the commit are copies of theirs.
+        with self.undone_if_failed():
+            if self.is_changed:
+                self.space.end = self.ranks.on_root(self._apply, kind)
+                self.is_changed = False
+                self.changes = Changes()
+            self.store_chunks(kind, True, flush or self.durable)
+        self.steps += self.num_waiting
+        self.num_waiting = 0
+        self._added = {}
+        for name, dataset in self.datasets.items():
+            self.committed_rows[name] = dataset.num_rows
+        self.store.note_commit()
+        self.space.note_commit()
+
+    def _apply(self) -> int:
+        assert self.target is not None
+        return self.target.file.apply(self.changes, self.space.end)
+
+    @contextlib.contextmanager
+    def undone_if_failed(self) -> Iterator[None]:
+        """Return to the last commit if the body raises, which it does on all ranks."""
+        try:
+            yield
+        except BaseException:
+            self.undo()
+            raise
+
+    def undo(self) -> None:
+        """Drop the steps that are not committed. Local, on all ranks."""
+        self.num_waiting = 0
+        self._added = {}
+        for name, dataset in self.datasets.items():
+            if dataset.grows:
+                dataset.rows = self.committed_rows[name]
+        self.store.undo()
+        self.space.note_failure()
+
+    def cut(self, kind: str, steps: int, rows: dict[str, int]) -> None:
+        """Return to an earlier step, in one commit."""
+        with self.ranks.common_outcome(kind):
+            self._read_existing(rows)
+        self.steps = steps
+        self.commit(kind, flush=True)
+
+    # The end
+
+    def finish(self, kind: str) -> None:
+        """Close the file, which is complete."""
+        with self.ranks.common_outcome(kind):
+            os.fsync(self.handle)
+        self.ranks.on_root(self._publish, kind)
+        self.target = None
+        self.abandon()
+
+    def _publish(self) -> None:
+        assert self.target is not None
+        self.target.file.finish(self.space.end)
+        self.target.publish()
+
+    def abandon(self) -> None:
+        """Close everything as it is. Local."""
+        if self.handle >= 0:
+            os.close(self.handle)
+            self.handle = -1
+        if hasattr(self, "store"):
+            self.store.close()
+        if self.target is not None:
+            self.target.abandon()
+            self.target = None
+
+
+class Mover:
+    """Rows on their way to the owners of their chunks, in several rounds."""
+
+    def __init__(self, session: Session, kind: str, parts: Iterable[PlacedPart]) -> None:
+        ranks = session.ranks
+        self._session = session
+        self._kind = kind
+        self._pieces = pieces_of(parts, ranks.rank, ranks.size)
+        self._datasets = list(session.datasets.values())
+        self._arrived: list[tuple[OutputDataset, Piece, Any]] = []
+        self._has_more = True
+
+    def round(self, call: CollectiveCall) -> None:
+        """Exchange some pieces; inside `call`, in which the ranks have agreed."""
+        with call.moving():
+            put: Callable[..., None] = lambda *piece: self._arrived.append(piece)  # noqa: E731
+            self._has_more = exchange_round(call, self._datasets, self._pieces, put)
+
+    def take_all(self) -> None:
+        """Keep all pieces that this rank owns. Local."""
+        self._has_more = False
+        self._arrived = [piece[:3] for piece in self._pieces]
+
+    def finish(self) -> None:
+        """Store the pieces that have arrived, and exchange all others."""
+        session, ranks = self._session, self._session.ranks
+        self._store()
+        while self._has_more:
+            session.store_chunks(self._kind, False)
+            with ranks.call(self._kind) as call:
+                call.agree("more rows")
+                self.round(call)
+            self._store()
+
+    def _store(self) -> None:
+        store, ranks = self._session.store, self._session.ranks
+        is_checked = any(not dataset.grows for dataset in self._datasets)
+        # Rows of growing datasets arrive exactly once. Others may have been written before.
+        with ranks.common_outcome(self._kind) if is_checked else contextlib.nullcontext():
+            for dataset, piece, elements in self._arrived:
+                if not dataset.grows:
+                    store.check(dataset, piece, elements.shape)
+                store.put(dataset, piece, elements)
+            store.spill()
+        self._arrived = []

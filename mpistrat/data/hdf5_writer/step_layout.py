@@ -1,0 +1,139 @@
+"""Where the parts of all ranks belong, found from what each rank reports about its part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from mpistrat.data.hdf5_writer.dataset_spec import OutputDataset
+from mpistrat.data.hdf5_writer.exchange import PlacedPart
+from mpistrat.data.hdf5_writer.parts import Leaf
+from mpistrat.errors import DataError
+from mpistrat.layout import Layout
+from mpistrat.system.xxh3 import digest_of_values
+
+Reports = Sequence[Mapping[str, Any]]
+"""For each rank: for each leaf a list of lengths or places, and a digest."""
+
+
+class Ranks(NamedTuple):
+    """The ranks of a writer, and the replicas that they belong to."""
+
+    layout: Layout
+
+    def reports(self, leaf: Leaf, lengths: list[Any]) -> dict[str, Any]:
+        """Return the report about the arrays of this rank."""
+        digest = None
+        if self.layout.ranks_per_replica > 1 and not leaf.is_shared:
+            digest = f"{digest_of_values(leaf.arrays[0]):016x}"
+        return {"lengths": lengths, "digest": digest}
+
+    def contributors(self, what: str, name: str, reports: Reports) -> list[int]:
+        """Return the ranks whose parts count: one rank of each replica."""
+        layout = self.layout
+        if layout.ranks_per_replica == 1:
+            return list(range(layout.num_ranks))
+        found = list(layout.ranks_of_shard(0))
+        for first in found:
+            for rank in range(first, first + layout.ranks_per_replica):
+                if reports[rank] != reports[first]:
+                    raise DataError(
+                        f"{what}: the parts of {name!r} on ranks {first} and {rank} differ, which "
+                        "belong to one replica. The ranks of a replica must pass the same part."
+                    )
+        return found
+
+
+def appended(
+    what: str, leaf: Leaf, dataset: OutputDataset, reports: Reports, ranks: Ranks
+) -> tuple[list[PlacedPart], int]:
+    """Return the parts of this rank in a step, and the number of new rows of the dataset."""
+    start = dataset.rows
+    whole = (0,) * len(dataset.inner)
+    if leaf.is_shared:
+        row = range(start, start + 1)
+        return [PlacedPart(dataset, leaf.arrays[0], row, whole, True)], 1
+    own_rank = ranks.layout.rank
+    if dataset.split_axis:
+        counting = _ranks_of_split(what, leaf, dataset, reports, ranks)
+    else:
+        counting = ranks.contributors(what, leaf.name, reports)
+    before = sum(sum(reports[rank]["lengths"]) for rank in counting if rank < own_rank)
+    total = sum(sum(reports[rank]["lengths"]) for rank in counting)
+    parts: list[PlacedPart] = []
+    if own_rank in counting:
+        for array, length in zip(leaf.arrays, reports[own_rank]["lengths"], strict=True):
+            if dataset.split_axis:
+                starts = list(whole)
+                starts[dataset.split_axis - 1] = before
+                row = range(start, start + 1)
+                parts.append(PlacedPart(dataset, array[None], row, tuple(starts)))
+            else:
+                rows = range(start + before, start + before + length)
+                parts.append(PlacedPart(dataset, array, rows, whole))
+            before += length
+    return parts, 1 if dataset.split_axis else total
+
+
+def _ranks_of_split(
+    what: str, leaf: Leaf, dataset: OutputDataset, reports: Reports, ranks: Ranks
+) -> list[int]:
+    """Return the ranks whose parts form a row along the split axis."""
+    length = dataset.inner[dataset.split_axis - 1]
+    of_ranks = [sum(report["lengths"]) for report in reports]
+    layout = ranks.layout
+    counting = list(layout.ranks_of_shard(0))
+    if layout.ranks_per_replica > 1 and sum(of_ranks) == length:
+        return list(range(layout.num_ranks))  # the ranks of a replica hold different parts
+    found = sum(of_ranks[rank] for rank in counting)
+    if found != length:
+        raise DataError(
+            f"{what}: the parts of {leaf.name!r} have the length {found} together along axis "
+            f"{dataset.split_axis}, but rows have {length}."
+        )
+    return ranks.contributors(what, leaf.name, reports)
+
+
+def written(
+    what: str, leaf: Leaf, dataset: OutputDataset, reports: Reports, ranks: Ranks
+) -> list[PlacedPart]:
+    """Return the parts of this rank in a call of `write`."""
+    own_rank = ranks.layout.rank
+    whole = (0,) * len(dataset.inner)
+    is_box = isinstance(leaf.at[0], tuple)
+    if leaf.is_shared:
+        counting = list(range(ranks.layout.num_ranks))
+    elif is_box and _boxes_differ(reports, ranks.layout):
+        counting = list(range(ranks.layout.num_ranks))  # each rank of a replica holds its box
+    else:
+        counting = ranks.contributors(what, leaf.name, reports)
+    total = sum(sum(reports[rank]["rows"]) for rank in counting)
+    if leaf.at[0] is None and not leaf.is_shared and total != dataset.num_rows:
+        raise DataError(
+            f"{what}: the parts of {leaf.name!r} have {total} rows together, but the dataset has "
+            f"{dataset.num_rows}. Pass at= for some of the rows."
+        )
+    if own_rank not in counting:
+        return []
+    before = sum(sum(reports[rank]["rows"]) for rank in counting if rank < own_rank)
+    parts = []
+    for array, at in zip(leaf.arrays, leaf.at, strict=True):
+        rows, starts = at, whole
+        if at is None:
+            rows = range(before, before + array.shape[0])
+            if leaf.is_shared:
+                rows = range(1)
+            before += array.shape[0]
+        elif is_box:
+            rows, starts = range(*at[0]), tuple(begin for begin, _ in at[1:])
+        parts.append(PlacedPart(dataset, array, rows, starts, leaf.is_shared))
+    return parts
+
+
+def _boxes_differ(reports: Reports, layout: Layout) -> bool:
+    """Return whether some ranks of a replica write different boxes."""
+    return any(
+        reports[rank]["lengths"]
+        != reports[layout.ranks_of_shard(0)[layout.replica_of(rank)]]["lengths"]
+        for rank in range(layout.num_ranks)
+    )

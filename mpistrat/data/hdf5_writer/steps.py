@@ -1,0 +1,210 @@
+"""Steps and rows of a writer: what is checked and agreed before rows move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mpistrat.collectives.collectives import CollectiveCall
+from mpistrat.data.hdf5_writer.dataset_spec import OutputDataset, canonical, make_dataset
+from mpistrat.data.hdf5_writer.parts import (
+    Leaf,
+    check_rows,
+    check_split,
+    check_type,
+    parse_step,
+    place_leaf,
+)
+from mpistrat.data.hdf5_writer.session import Session
+from mpistrat.data.hdf5_writer.step_layout import Ranks, appended, written
+from mpistrat.errors import DataError
+from mpistrat.layout import Layout
+
+
+class Steps:
+    """Methods of `HDF5Writer` that write rows. `require` checks the context of a call."""
+
+    def __init__(
+        self,
+        session: Session,
+        require: Callable[[str], None],
+        defaults: Mapping[str, Any],
+        layout: Layout,
+        steps_per_commit: int,
+    ) -> None:
+        self._session = session
+        self._require = require
+        self._defaults = defaults
+        self._layout = layout
+        self._members = Ranks(layout)
+        self._per_commit = steps_per_commit
+        self._names: tuple[str, ...] | None = None
+        """Names of the datasets of each step, once they are known."""
+
+    def append(self, step: Mapping[str, Any]) -> None:
+        """Write rows: see `HDF5Writer.append`. **Collective**."""
+        kind = "HDF5Writer.append"
+        session = self._session
+        created: list[str] = []
+        with self._session.ranks.call(kind) as call:
+            self._require(kind)
+            leaves = self._parse(kind, step)
+            self._check_names(kind, leaves)
+            datasets, new = self._datasets_of(kind, leaves)
+            for name, leaf in leaves.items():
+                check_type(kind, leaf, datasets[name])
+                is_split = datasets[name].split_axis and not leaf.is_shared
+                (check_split if is_split else check_rows)(kind, leaf, datasets[name])
+            # All checks are before this line. If one fails on some ranks, no rank has moved data.
+            call.include_values([each.arrays[0] for each in leaves.values() if each.is_shared])
+            call.agree(*(self._signature(leaf, datasets[leaf.name]) for leaf in leaves.values()))
+            own_reports = [self._lengths(leaf, datasets[leaf.name]) for leaf in leaves.values()]
+            is_same = all(leaf.is_shared for leaf in leaves.values())
+            reports = (
+                [own_reports] * self._session.ranks.size
+                if is_same
+                else self._exchange_reports(call, own_reports)
+            )
+            parts, counts = [], {}
+            for number, (name, leaf) in enumerate(leaves.items()):
+                of_leaf = [report[number] for report in reports]
+                own, counts[name] = appended(kind, leaf, datasets[name], of_leaf, self._members)
+                parts += own
+            for dataset in new:
+                session.note_groups(dataset.name)
+                session.add(dataset)
+                created.append(dataset.name)
+            for name, count in counts.items():
+                datasets[name].rows += count
+            mover = session.move(kind, call, parts, is_same)
+        try:
+            with session.undone_if_failed():
+                mover.finish()
+                session.num_waiting += 1
+                if self._session.mode == "a" and session.num_waiting >= self._per_commit:
+                    session.commit(kind)
+                elif session.has_full_blocks():
+                    session.store_chunks(kind, False)
+        except Exception:
+            if session.is_changed:  # else the new datasets are in the file
+                for name in created:
+                    session.forget(name)
+            raise
+        self._names = tuple(leaves)
+
+    def write(self, values: Mapping[str, Any], at: Any) -> None:
+        """Write rows: see `HDF5Writer.write`. **Collective**."""
+        kind = "HDF5Writer.write"
+        session = self._session
+        with self._session.ranks.call(kind) as call:
+            self._require(kind)
+            if self._session.mode != "w":
+                raise ValueError(f'{kind} needs the mode "w". In mode "a", use append.')
+            leaves = self._parse(kind, values)
+            by_name = at if isinstance(at, Mapping) else dict.fromkeys(leaves, at)
+            by_name = {canonical(kind, name): each for name, each in by_name.items()}
+            if set(by_name) != set(leaves):
+                raise DataError(f"{kind}: values and at have different names.")
+            for name, leaf in leaves.items():
+                dataset = session.datasets.get(name)
+                if dataset is None or dataset.grows:
+                    raise DataError(
+                        f"{kind}: there is no dataset {name!r} of fixed size. Create it with "
+                        "create_dataset; datasets that grow are written by append."
+                    )
+                check_type(kind, leaf, dataset)
+                place_leaf(kind, leaf, by_name[name], dataset)
+            call.include_values([each.arrays[0] for each in leaves.values() if each.is_shared])
+            call.agree(*(f"{n}: {_sort_of_place(leaf)}" for n, leaf in leaves.items()))
+            reports = self._exchange_reports(
+                call,
+                [
+                    self._members.reports(leaf, [_described_place(each) for each in leaf.at])
+                    | {"rows": [int(each.shape[0]) for each in leaf.arrays]}
+                    for leaf in leaves.values()
+                ],
+            )
+            parts = []
+            for number, (name, leaf) in enumerate(leaves.items()):
+                of_leaf = [report[number] for report in reports]
+                parts += written(kind, leaf, session.datasets[name], of_leaf, self._members)
+            mover = session.move(kind, call, parts)
+        mover.finish()
+        session.store_chunks(kind, False)
+
+    def _check_names(self, kind: str, leaves: Mapping[str, Leaf]) -> None:
+        session = self._session
+        if self._names is not None:
+            expected = set(self._names)
+        elif session.steps:
+            expected = {n for n, each in session.datasets.items() if each.grows and each.rows}
+            expected |= {n for n in leaves if n in session.datasets}
+        else:
+            return
+        if set(leaves) != expected:
+            missing, more = sorted(expected - set(leaves)), sorted(set(leaves) - expected)
+            raise DataError(
+                f"{kind}: every step must have the same names. "
+                + (f"Missing: {', '.join(missing)}. " if missing else "")
+                + (f"New: {', '.join(more)}." if more else "")
+            )
+
+    def _datasets_of(
+        self, kind: str, leaves: Mapping[str, Leaf]
+    ) -> tuple[dict[str, OutputDataset], list[OutputDataset]]:
+        """Return the dataset of each leaf, and those that do not exist yet."""
+        session = self._session
+        found, new = {}, []
+        for name, leaf in leaves.items():
+            dataset = session.datasets.get(name)
+            if dataset is None:
+                if name in session.objects:
+                    raise DataError(f"{kind}: {name!r} is not a dataset that can grow.")
+                options = dict(self._defaults)
+                shape = (None, *leaf.row_shape)
+                fast = session.fast_gzip
+                dataset = make_dataset(name, shape, leaf.dtype, fast_gzip=fast, **options)
+                new.append(dataset)
+            elif not dataset.grows:
+                raise DataError(f"{kind}: {name!r} has a fixed size. Use write.")
+            found[name] = dataset
+        return found, new
+
+    def _signature(self, leaf: Leaf, dataset: OutputDataset) -> str:
+        shape: list[Any] = list(leaf.arrays[0].shape)
+        if not leaf.is_shared:
+            shape[max(dataset.split_axis - 1, 0)] = "n"
+        sort = "the same row" if leaf.is_shared else "rows"
+        return f"{leaf.name}: {sort} {leaf.dtype} ({', '.join(map(str, shape))})"
+
+    def _lengths(self, leaf: Leaf, dataset: OutputDataset) -> dict[str, Any]:
+        axis = max(dataset.split_axis - 1, 0)
+        return self._members.reports(leaf, [int(each.shape[axis]) for each in leaf.arrays])
+
+    def _exchange_reports(self, call: CollectiveCall, own: list[dict[str, Any]]) -> list[Any]:
+        """Return the reports of all ranks about their parts."""
+        if self._session.ranks.size == 1:
+            return [own]
+        with call.moving():
+            return call.channel.exchange(own)
+
+    def _parse(self, kind: str, values: Any) -> dict[str, Leaf]:
+        layout = self._layout
+        num_local = len(layout.local_replicas) if layout.is_shared else 1
+        is_shared_out = layout.is_shared and layout.num_replicas != layout.num_ranks
+        return parse_step(kind, values, num_local, is_shared_out)
+
+
+def _sort_of_place(leaf: Leaf) -> str:
+    if leaf.is_shared:
+        return "the same row"
+    first = leaf.at[0]
+    return "all rows" if first is None else "a box" if isinstance(first, tuple) else "rows"
+
+
+def _described_place(at: Any) -> Any:
+    if at is None or isinstance(at, tuple):
+        return at
+    if isinstance(at, range):
+        return [at.start, at.stop]
+    return [int(row) for row in at[:1]] + [len(at)]

@@ -1,0 +1,93 @@
+"""Jobs of several ranks that lose one while they write, and resume on a different number."""
+
+import random
+
+import h5py
+import numpy as np
+import pytest
+
+from mpistrat.testing import launch
+
+pytestmark = pytest.mark.launches
+
+PROGRAM = """
+import os, signal, sys, threading
+import numpy as np
+import mpistrat as ms
+
+path, mode, victim, after_s, limit = sys.argv[1:]
+strategy = ms.MPIStrategy()
+rank, size = strategy.rank, strategy.size
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+whole = np.arange(240.0).reshape(24, 10)
+with ms.data.HDF5Writer(path, mode, strategy=strategy) as out:
+    options = {"chunks": (3, 7, 10), "compression": "gzip"}
+    out.create_dataset("u", (None, 24, 10), "f8", split_axis=1, **options)
+    if rank == int(victim):
+        threading.Timer(float(after_s), die).start()
+    for step in range(out.steps, int(limit)):
+        own = np.array_split(whole, size)[rank] + step
+        rows = np.array_split(np.full(step % 5, step), size)[rank]
+        out.append({"u": own, "rows": rows, "time": step / 2})
+        with open(f"{path}.acknowledged", "a") as file:
+            print(step + 1, file=file, flush=True)
+if rank == int(victim):
+    die()
+"""
+
+
+def check(path, at_least):
+    with h5py.File(path, "r") as file:
+        steps = int(file.attrs.get("mpistrat_steps", 0))
+        assert steps >= at_least
+        if not steps:
+            return 0
+        numbers = np.arange(steps)
+        assert np.array_equal(file["time"], numbers / 2)
+        whole = np.arange(240.0).reshape(24, 10)
+        assert np.array_equal(file["u"], whole + numbers[:, None, None])
+        assert np.array_equal(file["rows"], np.repeat(numbers, numbers % 5))
+        return steps
+
+
+def acknowledged(path):
+    file = path.with_name(path.name + ".acknowledged")
+    return max(map(int, file.read_text().split()), default=0) if file.exists() else 0
+
+
+def run_rounds(folder, number):
+    script, path = folder / "program.py", folder / "out.h5"
+    script.write_text(PROGRAM)
+    rng, steps = random.Random(3), 0
+    for _ in range(number):
+        ranks = rng.randrange(1, 5)
+        victim, after_s = rng.randrange(ranks), rng.random() * 0.6
+        arguments = [path, "a", victim, after_s, steps + 10_000]
+        done = launch.Launched([script, *map(str, arguments)], ranks, cwd=folder).finish(120)
+        assert done.returncode != 0, done.stderr
+        if path.exists():
+            steps = check(path, max(steps, acknowledged(path)))
+    return steps
+
+
+def test_a_job_that_loses_a_rank_keeps_all_steps(tmp_path):
+    run_rounds(tmp_path, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_sixty_jobs(tmp_path):
+    assert run_rounds(tmp_path, 60) > 100
+
+
+def test_a_killed_job_in_mode_w_leaves_the_old_file(tmp_path):
+    script, path = tmp_path / "program.py", tmp_path / "out.h5"
+    script.write_text(PROGRAM)
+    path.write_bytes(b"old")
+    arguments = [str(path), "w", "1", "0.3", "1000000"]
+    done = launch.Launched([script, *arguments], 2, cwd=tmp_path).finish(120)
+    assert done.returncode != 0
+    assert path.read_bytes() == b"old"
