@@ -1,0 +1,12 @@
+# kind: stopped; odd: [1]; sizes: 3
+import numpy as np
+from mpi4py import MPI
+
+comm = MPI.COMM_WORLD
+rank, size = comm.rank, comm.size
+import os
+import signal
+
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)  # at: [1]
+comm.Barrier()  # at: [0, *range(2, size)]
