@@ -208,7 +208,7 @@ class Collector:
             self._place(rank, int(message["state"]["rank"]), int(message["state"]["size"]))
             rank.note_state(message["state"], peer.groups, now_s)
         elif "history" in message:
-            rank.note_history(message["history"], peer.groups, now_s)
+            rank.note_history(message["history"], peer.groups)
         elif "left" in message:
             rank.left = (str(message["left"]), int(message["code"]))
             rank.changed_s = now_s
@@ -268,9 +268,9 @@ class Collector:
         return sorted(self._ranks) != list(range(len(self._ranks)))
 
     def _waited(self, ranks: list[Rank], needs: dict[int, frozenset[int]], now_s: float) -> float:
-        """Return how long nothing has changed; 0 while a history is older than the call."""
+        """Return how long nothing has changed; 0 while a history belongs to an earlier call."""
         involved = set(needs).union(*needs.values())
-        if any(ranks[each].history_s < ranks[each].changed_s for each in needs):
+        if any(ranks[each].history_version != ranks[each].version for each in needs):
             return 0.0
         return now_s - max(ranks[each].changed_s for each in involved)
 

@@ -135,7 +135,10 @@ class Rank:
     is_first_lost: bool = False
     is_stopped: bool = False
     changed_s: float = 0.0
-    history_s: float = -1.0
+    version: int = 0
+    """Calls that have begun and ended."""
+    history_version: int = -1
+    """`version` to which `history` belongs."""
 
     @property
     def main_call(self) -> Call | None:
@@ -176,6 +179,7 @@ class Rank:
             )
         before = (self.done, self.calls, set(self.polls), self.in_world, self.has_state)
         self.done, self.calls, self.polls = int(state["done"]), tuple(calls), polls
+        self.version = int(state["v"])
         self.has_state, self.in_world = True, int(state["rank"]) >= 0
         if before != (self.done, self.calls, set(polls), self.in_world, True):
             self.changed_s = now_s
@@ -190,9 +194,7 @@ class Rank:
         if state.get("dump"):
             self.lines[self.pid] = _place_in_dump(str(state["dump"]), state.get("source"))
 
-    def note_history(
-        self, message: Mapping[str, Any], groups: Mapping[int, str], now_s: float
-    ) -> None:
+    def note_history(self, message: Mapping[str, Any], groups: Mapping[int, str]) -> None:
         """Take a message on the collectives so far and the pending requests."""
         self.computes, self.tracer = bool(message["computes"]), int(message["tracer"])
         self.history = {}
@@ -205,7 +207,7 @@ class Rank:
             self.history[groups[int(group)]] = History(int(made), last)
         waits = (_wait(each, groups) for each in message["pending"])
         self.pending = tuple(each for each in waits if each is not None)
-        self.history_s = now_s
+        self.history_version = int(message["v"])
 
 
 def _wait(found: Mapping[str, Any] | None, groups: Mapping[int, str]) -> Wait | None:

@@ -365,6 +365,7 @@ static inline struct thread *begin(const struct function *f, const long *a, long
     __atomic_store_n(&t->version, t->version + 1, __ATOMIC_RELAXED);
     __atomic_thread_fence(__ATOMIC_RELEASE);
     t->function = f;
+    t->begun += f->class != POLL;
     t->num_waits = 1;
     struct wait *wait = t->waits;
     wait->function = f, wait->number = 0;

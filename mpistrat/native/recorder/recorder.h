@@ -61,7 +61,8 @@ struct thread {
     const struct function *function; /* NULL: outside MPI */
     int num_waits;
     struct wait waits[MAX_WAITS];
-    uint64_t done, polls; /* finished calls, and polls without success */
+    uint64_t begun, done; /* calls that have begun, and those that are over, without polls */
+    uint64_t polls;       /* without success */
     const struct function *last_poll;
 };
 

@@ -186,6 +186,15 @@ static uint64_t num_done(void)
     return done;
 }
 
+/* Shows which state a history belongs to. */
+static uint64_t num_begun(void)
+{
+    uint64_t begun = 0;
+    for (int i = 0; i < MAX_THREADS; i++)
+        begun += threads[i].begun;
+    return begun + num_done();
+}
+
 static void describe_calls(struct text *text)
 {
     static uint64_t polls[MAX_THREADS];
@@ -250,8 +259,8 @@ static void add_source(struct text *text, char *dump)
 static void describe(struct text *text)
 {
     text->size = 0;
-    add(text, "{\"state\": {\"rank\": %d, \"size\": %d, \"done\": %llu, ", world_rank, world_size,
-        (unsigned long long)num_done());
+    add(text, "{\"state\": {\"rank\": %d, \"size\": %d, \"done\": %llu, \"v\": %llu, ", world_rank,
+        world_size, (unsigned long long)num_done(), (unsigned long long)num_begun());
     describe_calls(text);
     pthread_mutex_lock(&note_lock);
     int is_late = now_s() - noted_s > LATE_S && !is_last_note;
@@ -285,7 +294,8 @@ static void describe_history(struct text *text, int is_computing)
 {
     static struct wait pending[MAX_PENDING];
     text->size = 0;
-    add(text, "{\"history\": {\"computes\": %d, \"tracer\": %d, \"made\": [", is_computing, tracer());
+    add(text, "{\"history\": {\"v\": %llu, \"computes\": %d, \"tracer\": %d, \"made\": [",
+        (unsigned long long)num_begun(), is_computing, tracer());
     const char *comma = "";
     int n = __atomic_load_n(&num_groups, __ATOMIC_ACQUIRE), num_shown = 0;
     for (int i = n - 1; i >= 0 && num_shown < MAX_SHOWN_GROUPS; i--) {
