@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mpistrat.system.text import rank_list, ranks_by_value
-from mpistrat.watch.judge import Job, core
+from mpistrat.watch.judge import ONE_OF_ALL, Job, core
 from mpistrat.watch.ranks import (
     ANY,
     COLLECTIVES,
@@ -19,7 +19,7 @@ from mpistrat.watch.ranks import (
 )
 
 _PICKLED = frozenset(
-    "allgather allreduce alltoall barrier bcast exscan gather reduce scan scatter".split()
+    "allgather allreduce alltoall bcast exscan gather reduce scan scatter".split()
 )
 """Methods of mpi4py that are collectives, though they consist of messages."""
 
@@ -39,6 +39,10 @@ REMEDIES = {
     "polling": "look at what the rank polls for",
     "not started": "start MPI on every rank, and all ranks with one launcher",
 }
+
+
+_OF_SOME = ("cycle", "unmatched message")
+"""Causes that lie with ranks that wait for one another, while others wait for these."""
 
 
 @dataclass(frozen=True)
@@ -68,14 +72,17 @@ def find_cause(job: Job, needs: dict[int, frozenset[int]]) -> Cause:
     ranks = core(needs) or set(needs)
     finders: tuple[Callable[[Job, set[int]], Cause | None], ...] = (
         _of_processes,
-        _of_collectives,
         _of_pickled,
+        _of_collectives,
+        _of_windows,
         _of_messages,
     )
     # The core of a hang may be only the ranks at the end of the program, which wait for all.
     for chosen in (ranks, set(needs) | ranks):
         for find in finders:
             if (cause := find(job, chosen)) is not None:
+                if not cause.odd and cause.kind in _OF_SOME and len(ranks) < len(needs):
+                    return replace(cause, odd=frozenset(ranks))
                 return cause
     return Cause("missing ranks", f"{rank_list(ranks)} wait for one another")
 
@@ -191,7 +198,14 @@ def _missing(
     job: Job, group: str, waits: list[tuple[Rank, Wait]], ranks: set[int]
 ) -> Cause | None:
     number = min(wait.number for _, wait in waits)
-    callers = {rank.number for rank, wait in waits if wait.number == number}
+    callers = {
+        each.number
+        for each in job.ranks
+        if each.state == "waits"
+        for call in _calls(each)
+        for one in call.waits
+        if one is not None and (one.group, one.number) == (group, number)
+    }
     rank, wait = next((rank, wait) for rank, wait in waits if wait.number == number)
     missing = {m for m in job.members[group] - callers if not job.has_made(m, rank, wait)}
     if not missing:
@@ -263,6 +277,29 @@ def _of_pickled(job: Job, ranks: set[int]) -> Cause | None:
 
 def _is_in_pickled(rank: Rank) -> bool:
     return rank.state == "waits" and _method(rank) in _PICKLED
+
+
+def _of_windows(job: Job, ranks: set[int]) -> Cause | None:
+    """Return the cause among calls of which only the communicator is known."""
+    callers = {
+        each
+        for each in ranks
+        for call in _calls(job.ranks[each])
+        if any(wait is not None and wait.kind in ONE_OF_ALL for wait in call.waits)
+    }
+    if not callers or callers == ranks:
+        return None
+    first = job.ranks[min(callers)]
+    others = ranks - callers
+    at_end = all(_is_at_end(job.ranks[each]) for each in others)
+    where = "at the end of the program" if at_end else "elsewhere"
+    call = first.main_call or first.calls[0]
+    sentence = (
+        f"{rank_list(callers)} {_verb(callers, 'waits', 'wait')} in {title(call.function, first)}; "
+        f"{rank_list(others)} {_verb(others)} {where}"
+    )
+    odd = others if len(others) < len(callers) else callers
+    return Cause("missing ranks", sentence, _unless_all(job, odd))
 
 
 def _of_messages(job: Job, ranks: set[int]) -> Cause | None:

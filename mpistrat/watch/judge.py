@@ -17,6 +17,8 @@ Sets = list[frozenset[int]]
 _FREE: Sets = []
 _STANDS_S = 1.5
 """A rank that has changed since may go on."""
+ONE_OF_ALL = ("make group", "free", "window", "window group")
+"""Classes of calls of which only the communicator is known, so that any other rank may be needed."""
 _NEVER = ("ended", "dead", "killed", "stopped")
 
 
@@ -75,7 +77,7 @@ class Job:
             return [frozenset().union(*parts)] if parts else _FREE
         if wait.kind in COLLECTIVES:
             return [frozenset({m}) for m in self._missing(rank, wait) if m != rank.number]
-        if wait.kind in ("make group", "window", "window group"):
+        if wait.kind in ONE_OF_ALL:
             return [others] if others else _FREE
         return _FREE
 

@@ -20,8 +20,8 @@ CLASSES = (
 SENDS = ("send", "isend")
 RECEIVES = ("receive", "ireceive")
 COLLECTIVES = (
-    *("collective", "icollective", "make", "free", "make window", "window collective"),
-    *("make file", "file collective"),
+    *("collective", "icollective", "make", "make window", "window collective", "make file"),
+    "file collective",
 )
 ANY = -1
 """World rank of MPI_ANY_SOURCE, and MPI_ANY_TAG."""

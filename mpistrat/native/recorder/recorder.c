@@ -376,7 +376,7 @@ static inline struct thread *begin(const struct function *f, const long *a, long
     case SENDRECV:
         wait->peer2 = (int)a[f->count], wait->tag2 = (int)a[f->type];
         break;
-    case COLL: case ICOLL: case MAKE: case FREE: case WINMAKE: case WINCOLL: case FILEMAKE:
+    case COLL: case ICOLL: case MAKE: case WINMAKE: case WINCOLL: case FILEMAKE:
     case FILECOLL: case OUTSIDE:
         note_collective(f, a, wait);
         break;
