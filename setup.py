@@ -82,7 +82,11 @@ class BuildKernels(build_ext):
 
     def get_export_symbols(self, ext):
         """Return what must be visible besides the functions of the kernels, which all are."""
-        return [] if ext.name.endswith(("kernels", "recorder", "recorder_c")) else super().get_export_symbols(ext)
+        return (
+            []
+            if ext.name.endswith(("kernels", "recorder", "recorder_c"))
+            else super().get_export_symbols(ext)
+        )
 
 
 setup(

@@ -340,9 +340,7 @@ _FROM_TERMINAL = 0x80
 """SI_KERNEL of Linux: all foreground processes got the signal."""
 
 
-def wait_for_job(
-    job: Job, note_end: Callable[[signal.Signals], object] = bool
-) -> tuple[int, bool]:
+def wait_for_job(job: Job, note_end: Callable[[signal.Signals], object] = bool) -> tuple[int, bool]:
     """Run the job to its end. Return its exit code, and whether a signal asked it to end.
 
     `note_end` is called with each signal that asks the job to end.

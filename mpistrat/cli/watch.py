@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mpistrat.cli.output import Command, check_can_write, print_error, print_note
-from mpistrat.cli.run import Job, add_launch_arguments, plan, wait_for_job
+from mpistrat.cli.run import add_launch_arguments, plan, wait_for_job
 from mpistrat.errors import LaunchError
 from mpistrat.mpi.launcher import find_launcher
 from mpistrat.settings import Settings, environment

@@ -19,7 +19,7 @@ from mpistrat.watch.ranks import (
 )
 
 _PICKLED = frozenset(
-    "allgather allreduce alltoall bcast exscan gather reduce scan scatter".split()
+    ["allgather", "allreduce", "alltoall", "bcast", "exscan", "gather", "reduce", "scan", "scatter"]
 )
 """Methods of mpi4py that are collectives, though they consist of messages."""
 
@@ -136,7 +136,9 @@ def _calls(rank: Rank) -> Iterable[Call]:
 
 
 def _of_collectives(job: Job, ranks: set[int]) -> Cause | None:
-    waits = _collective_waits(job, ranks)
+    chosen = _collective_waits(job, ranks)
+    stuck = [each.number for each in job.ranks if each.state == "waits"]
+    waits = {g: each for g, each in _collective_waits(job, stuck).items() if g in chosen}
     by_size = sorted(waits, key=lambda group: (-len(waits[group]), group))
     for group in by_size:
         if (cause := _difference(job, group)) is not None:
@@ -179,9 +181,7 @@ def _difference(job: Job, group: str) -> Cause | None:
     return None
 
 
-def _shown(
-    job: Job, kind: str, made: Made, ranks: Sequence[int], group: str, number: int
-) -> str:
+def _shown(job: Job, kind: str, made: Made, ranks: Sequence[int], group: str, number: int) -> str:
     if kind == "different roots":
         return f"{made.function} with root {made.root}"
     if kind == "different lengths":
@@ -194,9 +194,7 @@ def _shown(
     return made.function
 
 
-def _missing(
-    job: Job, group: str, waits: list[tuple[Rank, Wait]], ranks: set[int]
-) -> Cause | None:
+def _missing(job: Job, group: str, waits: list[tuple[Rank, Wait]], ranks: set[int]) -> Cause | None:
     number = min(wait.number for _, wait in waits)
     callers = {
         each.number
@@ -357,6 +355,8 @@ def busy_cause(job: Job, needs: dict[int, frozenset[int]]) -> Cause:
         found = {each for each in wanted if job.ranks[each].state == state}
         if found:
             have = f"which {_verb(found, 'has', 'have')} {what}"
-            sentence = f"{rank_list(needs)} {_verb(needs, 'waits', 'wait')} for {rank_list(found)}, {have}"
+            sentence = (
+                f"{rank_list(needs)} {_verb(needs, 'waits', 'wait')} for {rank_list(found)}, {have}"
+            )
             return Cause(kind, sentence, _unless_all(job, found))
     return Cause("busy", f"{rank_list(needs)} do not go on")

@@ -241,18 +241,18 @@ class Collector:
         job = Job(ranks, self._members)
         needs = job.stuck(now_s)
         if needs and (waited_s := self._waited(ranks, needs, now_s)) >= self._after_s:
-            self._finish(Report(
-                find_cause(job, needs), ranks, frozenset(needs), waited_s, self._ends
-            ))
+            self._finish(
+                Report(find_cause(job, needs), ranks, frozenset(needs), waited_s, self._ends)
+            )
             return
         if needs or self._limits.watch_busy_after_s is None:
             return
         needs = job.held_up_by_busy(now_s)
         waited_s = self._waited(ranks, needs, now_s) if needs else 0
         if needs and waited_s >= self._limits.watch_busy_after_s:
-            self._finish(Report(
-                busy_cause(job, needs), ranks, frozenset(needs), waited_s, self._ends
-            ))
+            self._finish(
+                Report(busy_cause(job, needs), ranks, frozenset(needs), waited_s, self._ends)
+            )
 
     @property
     def _after_s(self) -> float:

@@ -81,9 +81,7 @@ class Job:
             return [others] if others else _FREE
         return _FREE
 
-    def _needs_of_message(
-        self, rank: Rank, wait: Wait, is_sent: bool, peer: int, tag: int
-    ) -> Sets:
+    def _needs_of_message(self, rank: Rank, wait: Wait, is_sent: bool, peer: int, tag: int) -> Sets:
         if peer == NOBODY:
             return _FREE
         assert wait.group is not None
@@ -92,9 +90,7 @@ class Job:
             return _FREE
         return [peers]
 
-    def _has_other_end(
-        self, rank: Rank, group: str, is_sent: bool, peer: int, tag: int
-    ) -> bool:
+    def _has_other_end(self, rank: Rank, group: str, is_sent: bool, peer: int, tag: int) -> bool:
         """Return whether `peer` has a send or receive that fits: then the library is at work."""
         other = self.ranks[peer]
         waits = [one for call in other.calls for one in call.waits if one is not None]
@@ -163,9 +159,7 @@ class Job:
         return _held_up(waiting, may_go)
 
 
-def _held_up(
-    waiting: Mapping[int, list[Sets]], may_go: set[int]
-) -> dict[int, frozenset[int]]:
+def _held_up(waiting: Mapping[int, list[Sets]], may_go: set[int]) -> dict[int, frozenset[int]]:
     left = dict(waiting)
     while True:
         going = {
@@ -197,9 +191,7 @@ def core(needs: Mapping[int, frozenset[int]]) -> set[int]:
     return found
 
 
-def _reached_from(
-    ranks: frozenset[int], needs: Mapping[int, frozenset[int]]
-) -> set[int]:
+def _reached_from(ranks: frozenset[int], needs: Mapping[int, frozenset[int]]) -> set[int]:
     reach, waiting = set(ranks), list(ranks)
     while waiting:
         more = needs.get(waiting.pop(), frozenset()) - reach

@@ -174,9 +174,7 @@ class Rank:
                 polls[int(each["tid"])] = _text(each["poll"])
                 continue
             waits = tuple(_wait(one, groups) for one in each["waits"])
-            calls.append(
-                Call(int(each["tid"]), _text(each["f"]), CLASSES[int(each["c"])], waits)
-            )
+            calls.append(Call(int(each["tid"]), _text(each["f"]), CLASSES[int(each["c"])], waits))
         before = (self.done, self.calls, set(self.polls), self.in_world, self.has_state)
         self.done, self.calls, self.polls = int(state["done"]), tuple(calls), polls
         self.version = int(state["v"])

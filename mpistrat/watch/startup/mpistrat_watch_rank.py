@@ -10,6 +10,7 @@ import ast
 import atexit
 import ctypes
 import faulthandler
+import importlib
 import importlib.util
 import json
 import linecache
@@ -116,7 +117,7 @@ def _open_recorder() -> Any:
 def _mpi_library() -> str | None:
     """Return the path of the MPI library that mpi4py will use."""
     try:
-        from mpi4py import _mpiabi
+        _mpiabi: Any = importlib.import_module("mpi4py._mpiabi")
     except ImportError:
         return None
     try:
@@ -294,5 +295,3 @@ def _read_expression(code: CodeType, offset: int, line: int) -> str:
     except (SyntaxError, ValueError):
         return whole
     return ast.unparse(node.func) if isinstance(node, ast.Call) else whole
-
-

@@ -3,6 +3,7 @@
 This folder is on ``PYTHONPATH`` of the ranks that ``mpistrat watch`` starts.
 """
 
+import importlib
 import importlib.machinery
 import importlib.util
 import os
@@ -21,8 +22,6 @@ def _run_hidden() -> None:
 
 
 try:
-    import mpistrat_watch_rank
-
-    mpistrat_watch_rank.begin()
+    importlib.import_module("mpistrat_watch_rank").begin()
 finally:
     _run_hidden()

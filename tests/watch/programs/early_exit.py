@@ -1,10 +1,11 @@
 # kind: ended; odd: [1]; sizes: 3, 4
+import sys
+
 import numpy as np
 from mpi4py import MPI
 
 comm = MPI.COMM_WORLD
 rank, size = comm.rank, comm.size
-import sys
 
 if rank == 1:
     sys.exit(3)

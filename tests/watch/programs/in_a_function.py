@@ -1,9 +1,10 @@
 # kind: ended; odd: [size - 1]; sizes: 3
-import numpy as np
 from mpi4py import MPI
 
 comm = MPI.COMM_WORLD
 rank, size = comm.rank, comm.size
+
+
 def total(value):
     return comm.allreduce(value)  # at: range(size - 1)
 

@@ -1,12 +1,12 @@
 # kind: died; odd: [1]; sizes: 3
-import numpy as np
+import os
+import signal
+import time
+
 from mpi4py import MPI
 
 comm = MPI.COMM_WORLD
 rank, size = comm.rank, comm.size
-import os
-import signal
-import time
 
 time.sleep(1)
 if rank == 1:

@@ -1,5 +1,4 @@
 # kind: ended; odd: [size - 1]; sizes: 3, 4
-import numpy as np
 from mpi4py import MPI
 
 comm = MPI.COMM_WORLD

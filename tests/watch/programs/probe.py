@@ -1,5 +1,4 @@
 # kind: unmatched message; odd: [0]
-import numpy as np
 from mpi4py import MPI
 
 comm = MPI.COMM_WORLD

@@ -1,5 +1,4 @@
 # kind: different collectives; odd: []; sizes: 4
-import numpy as np
 from mpi4py import MPI
 
 comm = MPI.COMM_WORLD

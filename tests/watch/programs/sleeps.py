@@ -1,10 +1,10 @@
 # kind: busy; odd: [1]
-import numpy as np
+import time
+
 from mpi4py import MPI
 
 comm = MPI.COMM_WORLD
 rank, size = comm.rank, comm.size
-import time
 
 if rank == 1:
     time.sleep(600)  # at: [1]

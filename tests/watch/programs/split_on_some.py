@@ -1,5 +1,4 @@
 # kind: missing ranks; odd: [0]; sizes: 3, 4
-import numpy as np
 from mpi4py import MPI
 
 comm = MPI.COMM_WORLD

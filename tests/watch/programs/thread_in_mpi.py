@@ -1,10 +1,10 @@
 # kind: ended; odd: [1]; sizes: 3
-import numpy as np
+import threading
+
 from mpi4py import MPI
 
 comm = MPI.COMM_WORLD
 rank, size = comm.rank, comm.size
-import threading
 
 own = comm.Dup()
 thread = threading.Thread(target=own.Barrier) if rank != 1 else None

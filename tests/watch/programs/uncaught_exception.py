@@ -1,5 +1,4 @@
 # kind: ended; odd: [1]; sizes: 2, 3
-import numpy as np
 from mpi4py import MPI
 
 comm = MPI.COMM_WORLD
