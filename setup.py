@@ -66,6 +66,9 @@ class BuildPackage(build_py):
         if not self.editable_mode:
             shutil.rmtree(Path(self.build_lib, "mpistrat"), ignore_errors=True)
         super().run()
+        if not self.editable_mode:
+            # Python runs its one line at each start, and looks for one variable there.
+            self.copy_file("mpistrat_watch.pth", self.build_lib)
 
 
 class BuildKernels(build_ext):

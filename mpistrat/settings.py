@@ -156,7 +156,7 @@ class Settings:
     fault: str = ""
     """A fault to inject on purpose, in the notation of `mpistrat.testing.inject`."""
     watch_after_s: float | None = None
-    """How long a proven hang stands still before `mpistrat watch` reports it; ``None``: no watch."""
+    """How long a hang stands still before `mpistrat watch` reports it; ``None``: no watch."""
     watch_busy_after_s: float | None = 1800.0
     """How long the watch lets ranks wait for one that is outside MPI; ``none``: forever."""
     watch_report_only: bool = False

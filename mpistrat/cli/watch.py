@@ -1,70 +1,33 @@
-"""Command ``mpistrat watch``: run any Python MPI program, and report a hang or the death of a rank."""
+"""Command ``mpistrat watch``: run any Python MPI program, and report a hang or a death."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import signal
-import sys
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
-from mpistrat.cli.output import Command, check_can_write, print_error, print_note
+from mpistrat.cli.output import Command, print_error, print_note
 from mpistrat.cli.run import add_launch_arguments, plan, wait_for_job
 from mpistrat.errors import LaunchError
-from mpistrat.mpi.launcher import find_launcher
-from mpistrat.settings import Settings, environment
+from mpistrat.settings import environment
 from mpistrat.system.processes import descendants, send_signal
 from mpistrat.watch.collector import Collector
+from mpistrat.watch.options import STARTUP, add_watch_arguments, limits_of, variables_of
 from mpistrat.watch.report import EXIT_CODE
 
-_STARTUP = Path(__file__).parents[1] / "watch" / "startup"
 _LEAVING_S = 5.0
-
-
-def _seconds(text: str) -> str:
-    try:
-        is_good = 0 < float(text) < float("inf")
-    except ValueError:
-        is_good = False
-    if not is_good:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0.")
-    return text
-
-
-def _seconds_or_none(text: str) -> str:
-    return text if text.lower() == "none" else _seconds(text)
-
-
-def _add_watch_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "--after",
-        type=_seconds,
-        metavar="SECONDS",
-        help="how long a proven hang must stand still before it is reported (default: 30)",
-    )
-    add(
-        "--busy-after",
-        type=_seconds_or_none,
-        metavar="SECONDS",
-        help="how long ranks may wait for one that computes or polls; none: for ever "
-        "(default: 1800)",
-    )
-    add("--report-only", action="store_true", help="report once, and leave the job alone")
-    add("--json", metavar="FILE", help="also write the report there, only if there is one")
 
 
 class _PrintFolder(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        print(_STARTUP)
+        print(STARTUP)
         parser.exit(0)
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_watch_arguments(parser)
+    add_watch_arguments(parser)
     parser.add_argument(
         "--startup-folder",
         action=_PrintFolder,
@@ -75,51 +38,15 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add_launch_arguments(parser)
 
 
-def _changes(arguments: argparse.Namespace) -> dict[str, str]:
-    """Return the variables that the options set. Raise LaunchError for bad ones."""
-    variables = environment()
-    changes = {"MPISTRAT_WATCH_AFTER_S": variables.get("MPISTRAT_WATCH_AFTER_S", "30")}
-    if arguments.after is not None:
-        changes["MPISTRAT_WATCH_AFTER_S"] = arguments.after
-    if arguments.busy_after is not None:
-        changes["MPISTRAT_WATCH_BUSY_AFTER_S"] = arguments.busy_after
-    if arguments.report_only:
-        changes["MPISTRAT_WATCH_REPORT_ONLY"] = "on"
-    if arguments.json is not None:
-        changes["MPISTRAT_WATCH_JSON"] = os.path.abspath(arguments.json)
-    limits = _limits(changes)
-    if not limits.watch:
-        raise LaunchError("MPISTRAT_WATCH=off forbids the sockets that the watch needs. Unset it.")
-    if limits.watch_json is not None:
-        try:
-            check_can_write(Path(limits.watch_json))
-        except ValueError as error:
-            raise LaunchError(str(error)) from None
-    if not list(_STARTUP.parent.glob("_recorder*.so")):
-        from mpistrat.native import HOW_TO_COMPILE
-
-        raise LaunchError(f"The recorder of the watch is not compiled. {HOW_TO_COMPILE}")
-    # Python reads it at its start, before the program.
-    path = os.pathsep.join(filter(None, [str(_STARTUP), variables.get("PYTHONPATH", "")]))
-    return changes | {"PYTHONPATH": path}
-
-
-def _limits(changes: Mapping[str, str]) -> Settings:
-    try:
-        return Settings.parse(dict(environment()) | dict(changes))
-    except ValueError as error:
-        raise LaunchError(str(error)) from None
-
-
 def _watch(arguments: argparse.Namespace) -> int:
     try:
         job = plan(arguments, "watch")
-        changes = _changes(arguments)
+        changes = variables_of(arguments)
     except LaunchError as error:
         print_error("watch", error)
         return 2
     is_local = job.command[0] != "srun" and "SLURM_JOB_ID" not in environment()
-    collector = Collector(_limits(changes), job.num_ranks, is_local, _end_job)
+    collector = Collector(limits_of(changes), job.num_ranks, is_local, _end_job)
     changes["MPISTRAT_WATCH_ADDRESS"] = collector.address
     job = replace(job, variables=job.variables | changes)
     thread = collector.start()
@@ -176,32 +103,6 @@ def _reap(pid: int) -> None:
         os.waitpid(pid, os.WNOHANG)
     except (ChildProcessError, OSError):
         return
-
-
-def main_of_rank(argv: Sequence[str]) -> int:
-    """Run ``python -m mpistrat.watch``: become the program, under the watch."""
-    parser = argparse.ArgumentParser(
-        prog="python -m mpistrat.watch",
-        description="Run a program under the watch, one process a rank, as in: "
-        "srun python -m mpistrat.watch solver.py",
-    )
-    _add_watch_arguments(parser)
-    parser.add_argument("-m", dest="is_module", action="store_true", help="PROGRAM is a module")
-    parser.add_argument("program", metavar="PROGRAM", help="a Python program")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...")
-    arguments = parser.parse_args(argv)
-    try:
-        changes = _changes(arguments)
-        if not arguments.is_module and not Path(arguments.program).exists():
-            raise LaunchError(f"There is no program {arguments.program!r}.")
-        if find_launcher().is_inherited:
-            raise LaunchError("This process was started by a rank, and is not a rank.")
-    except LaunchError as error:
-        print_error("watch", error)
-        return 2
-    flag = ["-m"] if arguments.is_module else []
-    command = [sys.executable, *flag, arguments.program, *arguments.arguments]
-    os.execve(sys.executable, command, dict(environment()) | changes)
 
 
 COMMAND = Command(

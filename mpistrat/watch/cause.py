@@ -19,7 +19,7 @@ from mpistrat.watch.ranks import (
 )
 
 _PICKLED = frozenset(
-    ["allgather", "allreduce", "alltoall", "bcast", "exscan", "gather", "reduce", "scan", "scatter"]
+    ("allgather", "allreduce", "alltoall", "bcast", "exscan", "gather", "reduce", "scan", "scatter")
 )
 """Methods of mpi4py that are collectives, though they consist of messages."""
 

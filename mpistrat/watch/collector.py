@@ -329,7 +329,7 @@ def _is_over(since_s: float, limit_s: float) -> bool:
 
 
 def write_report(report: Report, path: str | None) -> None:
-    """Print a report, and write it to a file. A full disk or a closed stderr never stops the end."""
+    """Print a report, and write it to a file. No full disk or closed stderr stops the end."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stderr.write(report.text())
         sys.stderr.flush()

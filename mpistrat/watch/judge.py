@@ -18,7 +18,7 @@ _FREE: Sets = []
 _STANDS_S = 1.5
 """A rank that has changed since may go on."""
 ONE_OF_ALL = ("make group", "free", "window", "window group")
-"""Classes of calls of which only the communicator is known, so that any other rank may be needed."""
+"""Classes of calls of which only the communicator is known: they may need any other rank."""
 _NEVER = ("ended", "dead", "killed", "stopped")
 
 

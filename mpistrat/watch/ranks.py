@@ -253,6 +253,6 @@ def _place_in_dump(dump: str, source: object) -> Place:
 
 
 def _callee(line: str) -> str:
-    """Return the innermost name that a line of source calls: ``comm.bcast`` of ``x = comm.bcast(1)``."""
+    """Return the last name that a line of source calls: ``comm.bcast`` of ``x = comm.bcast(1)``."""
     found = re.findall(r"([A-Za-z_][\w.]*)\(", line)
     return str(found[-1]) if found else line.strip()

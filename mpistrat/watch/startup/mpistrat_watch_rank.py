@@ -106,7 +106,9 @@ def _open_recorder() -> Any:
     path = _mpi_library()
     name = "_recorder.abi3.so"
     if path is not None:
-        has_large = hasattr(ctypes.CDLL(path, os.RTLD_LAZY | os.RTLD_LOCAL), "PMPI_Allreduce_c")
+        has_large = hasattr(
+            ctypes.CDLL(path or None, os.RTLD_LAZY | os.RTLD_LOCAL), "PMPI_Allreduce_c"
+        )
         name = "_recorder_c.abi3.so" if has_large else name
     try:
         return ctypes.CDLL(str(_PACKAGE / "watch" / name), os.RTLD_NOW | os.RTLD_GLOBAL)
@@ -123,7 +125,8 @@ def _mpi_library() -> str | None:
     try:
         if _mpiabi._registry.get("mpi4py.MPI"):
             chosen = _mpiabi.LIBMPI or _settings.environment().get("MPI4PY_LIBMPI")
-            return str(_mpiabi._dlopen_libmpi(chosen)._name)
+            # No name stands for this process, which has the library already.
+            return str(_mpiabi._dlopen_libmpi(chosen)._name or "")
         done = subprocess.run(
             [sys.executable, "-c", _FIND_LIBRARY], capture_output=True, text=True, timeout=60
         )

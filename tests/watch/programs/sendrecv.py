@@ -5,6 +5,5 @@ from mpi4py import MPI
 comm = MPI.COMM_WORLD
 rank, size = comm.rank, comm.size
 x = np.ones(1)
-comm.Sendrecv(
-    x, dest=1 - rank, sendtag=1, recvbuf=x.copy(), source=1 - rank, recvtag=2
-)  # at: [0, 1]
+other = 1 - rank
+comm.Sendrecv(x, other, 1, x.copy(), other, 2)  # at: [0, 1]
