@@ -201,21 +201,6 @@ def export_defaults(values: Mapping[str, str]) -> None:
         os.environ.setdefault(name, value)
 
 
-def forget_variable(name: str) -> None:
-    """Remove an environment variable, which programs that this one starts must not inherit."""
-    os.environ.pop(name, None)
-
-
-def forget_in_path(name: str, folder: str) -> None:
-    """Remove a folder from an environment variable that is a path."""
-    folders = [each for each in os.environ.get(name, "").split(os.pathsep) if each]
-    rest = [each for each in folders if os.path.abspath(each) != folder]
-    if rest:
-        os.environ[name] = os.pathsep.join(rest)
-    else:
-        os.environ.pop(name, None)
-
-
 def settings() -> Settings:
     """Return the settings of this process from its current environment."""
     return Settings.parse(os.environ)

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mpistrat.mpi.launcher import is_on_one_node
 from mpistrat.settings import Settings, settings
 from mpistrat.system.processes import send_signal
 from mpistrat.watch.cause import Cause, busy_cause, find_cause
@@ -360,8 +361,7 @@ def _has_recorder(pid: int) -> bool:
 def main() -> None:
     """Serve the ranks of a job, as a child of rank 0, which reads the address from stdout."""
     limits = settings()
-    is_local = limits.watch_address == "local"
-    collector = Collector(limits, 0, is_local, _end_from_below)
+    collector = Collector(limits, 0, is_on_one_node(), _end_from_below)
     print(collector.address, flush=True)
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)  # whoever reads the program's output waits for its end

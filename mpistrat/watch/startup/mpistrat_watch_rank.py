@@ -15,7 +15,6 @@ import importlib.util
 import json
 import linecache
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -75,10 +74,7 @@ def begin() -> None:
         _refuse(str(error))
     if not settings.watch:
         _refuse("MPISTRAT_WATCH=off forbids the sockets that the watch needs.")
-    # Programs that the rank starts are not ranks.
-    for name in ("MPISTRAT_WATCH_ADDRESS", "MPISTRAT_WATCH_AFTER_S"):
-        _settings.forget_variable(name)
-    _settings.forget_in_path("PYTHONPATH", os.path.dirname(os.path.abspath(__file__)))
+    _hide_from_children(variables)
     library = _open_recorder()
     if library is None:
         return
@@ -88,6 +84,17 @@ def begin() -> None:
     host, port, key = (address or "::").rsplit(":", 2)
     library.recorder_shares_address(0 if is_given else 1)
     _Sampler(library).start(host, port, key, -1 if rank is None else rank)
+
+
+def _hide_from_children(variables: Any) -> None:
+    """Remove the variables of the watch: programs that the rank starts are not ranks."""
+    for name in ("MPISTRAT_WATCH_ADDRESS", "MPISTRAT_WATCH_AFTER_S"):
+        variables.pop(name, None)
+    own = os.path.dirname(os.path.abspath(__file__))
+    folders = variables.pop("PYTHONPATH", "").split(os.pathsep)
+    rest = os.pathsep.join(each for each in folders if each and os.path.abspath(each) != own)
+    if rest:
+        variables["PYTHONPATH"] = rest
 
 
 def _is_python_program() -> bool:
@@ -138,10 +145,7 @@ def _mpi_library() -> str | None:
 def _start_collector(settings: Any, variables: Any) -> str:
     """Start the collector as a child of rank 0, and return its address."""
     command = [sys.executable, "-m", "mpistrat.watch.collector"]
-    asked = {
-        "MPISTRAT_WATCH_AFTER_S": str(settings.watch_after_s),
-        "MPISTRAT_WATCH_ADDRESS": socket.gethostname(),
-    }
+    asked = {"MPISTRAT_WATCH_AFTER_S": str(settings.watch_after_s)}
     child = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
