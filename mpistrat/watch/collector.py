@@ -362,7 +362,7 @@ def main() -> None:
     """Serve the ranks of a job, as a child of rank 0, which reads the address from stdout."""
     limits = settings()
     collector = Collector(limits, 0, is_on_one_node(), _end_from_below)
-    print(collector.address, flush=True)
+    print(f"mpistrat-watch {collector.address}", flush=True)
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)  # whoever reads the program's output waits for its end
     collector.serve(until_empty=True)

@@ -414,8 +414,9 @@ static void *work(void *unused)
             say("{\"key\": \"%s\", \"pid\": %d, \"rank\": %d, \"host\": \"%s\"}", key, (int)owner,
                 rank_of_launcher, own);
         }
+        int was_open = connection != NONE; /* the port may come at any moment */
         obey();
-        if (port[0] != 0 && connection == NONE)
+        if (connection == NONE && was_open)
             return NULL;
         if (connection == NONE)
             continue;

@@ -154,8 +154,12 @@ def _start_collector(settings: Any, variables: Any) -> str:
         env=dict(variables) | asked,
     )
     assert child.stdout is not None
+    address = ""
     with child.stdout as output:
-        address = output.readline().decode().strip()
+        for line in output:  # the site's own start of Python may print there
+            if line.startswith(b"mpistrat-watch "):
+                address = line.decode().split()[1]
+                break
     child.returncode = 0  # it outlives this process, and Python need not warn of that
     return address
 
