@@ -302,6 +302,13 @@ class Collector:
             with contextlib.suppress(OSError):
                 peer.connection.send(f"end {EXIT_CODE}\n".encode())
 
+    def tell_one_to_abort(self) -> None:
+        """Let one rank call MPI_Abort with the exit code of the watch."""
+        waiting = [each for each in self._peers if each.rank and each.rank.state == "waits"]
+        for peer in waiting[:1]:
+            with contextlib.suppress(OSError):
+                peer.connection.send(f"abort {EXIT_CODE}\n".encode())
+
     def report_deaths(self, bracket: str = "") -> Report | None:
         """Report ranks that died, once the launcher has ended, unless the others survived."""
         ranks = [self._ranks[each] for each in sorted(self._ranks)]
@@ -341,6 +348,8 @@ def write_report(report: Report, path: str | None) -> None:
 
 def _end_from_below(collector: Collector) -> None:
     """End a job whose launcher is somewhere above: with the exit code of its ranks."""
+    collector.tell_one_to_abort()
+    time.sleep(_LEAVING_S)
     collector.tell_ranks_to_end()
     time.sleep(_LEAVING_S)
     send_signal(signal.SIGKILL, [each for each in collector.pids if _is_python(each)])

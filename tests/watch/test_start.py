@@ -46,7 +46,7 @@ def test_startup_folder(tmp_path):
     program = tmp_path / "hangs.py"
     program.write_text(HANGS)
     folder = run(["-m", "mpistrat", "watch", "--startup-folder"]).stdout.strip()
-    (tmp_path / "sitecustomize.py").write_text("print('site')\n")
+    (tmp_path / "sitecustomize.py").write_text("print('site', flush=True)\n")
     env = {"PYTHONPATH": f"{folder}:{tmp_path}", "MPISTRAT_WATCH_AFTER_S": "2"}
     done = run([str(program)], 3, limit_s=100, env=env)
     assert done.returncode == 86

@@ -369,6 +369,23 @@ void say_farewell(const char *word, int code)
     say("{\"left\": \"%s\", \"code\": %d}", word, code);
 }
 
+static void *exit_later(void *code)
+{
+    usleep(1000000);
+    _exit((int)(intptr_t)code);
+}
+
+/* Only MPI_Abort gives a launcher the exit code for sure: of ranks that exit, one kills the others.
+   It may wait for a lock of the thread that hangs. */
+static void abort_job(int code)
+{
+    int (*abort_all)(long, int) = find_function("PMPI_Abort");
+    pthread_t thread;
+    if (pthread_create(&thread, NULL, exit_later, (void *)(intptr_t)code) != 0 || abort_all == NULL)
+        _exit(code);
+    abort_all(library.comm_world, code);
+}
+
 static void obey(void)
 {
     static char order[256];
@@ -393,6 +410,8 @@ static void obey(void)
     int code;
     if (sscanf(order, "end %d", &code) == 1)
         _exit(code);
+    if (sscanf(order, "abort %d", &code) == 1)
+        abort_job(code);
     if (strncmp(order, "ping", 4) == 0)
         say("{\"pong\": 1}");
 }
