@@ -50,9 +50,8 @@ def main() -> int:
             print(f"{name:9} median {statistics.median(each):8.1f} ns, best {min(each):8.1f} ns")
         medians = [statistics.median(each) for each in times.values()]
         bests = [min(each) for each in times.values()]
-        print(
-            f"difference: median {medians[0] - medians[1]:.1f} ns, best {bests[0] - bests[1]:.1f} ns"
-        )
+        of_medians, of_bests = medians[0] - medians[1], bests[0] - bests[1]
+        print(f"difference: median {of_medians:.1f} ns, best {of_bests:.1f} ns")
     return 0
 
 

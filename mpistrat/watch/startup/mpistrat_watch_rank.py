@@ -240,7 +240,7 @@ class _Sampler:
         return found
 
     def _end(self) -> None:
-        """Note that the program is over, and which exception has ended it."""
+        """Tell the recorder that the program is over, and which exception has ended it."""
         self._is_over = True
         if not self._slot_is_taken:
             self._cancel()
