@@ -54,7 +54,7 @@ def watch(*arguments, limit_s=110, env=None):
     return done
 
 
-@pytest.mark.parametrize(("program", "size"), cases())
+@pytest.mark.parametrize(("program", "size"), list(cases()))
 def test_the_report_names_ranks_and_lines(program, size, tmp_path):
     wanted = expected(program)
     if program.stem in wanted.get("not on", "") and is_open_mpi():
