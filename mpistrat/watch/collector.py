@@ -349,10 +349,19 @@ def write_report(report: Report, path: str | None) -> None:
 def _end_from_below(collector: Collector) -> None:
     """End a job whose launcher is somewhere above: with the exit code of its ranks."""
     collector.tell_one_to_abort()
-    time.sleep(_LEAVING_S)
+    _wait_for_end(collector)
     collector.tell_ranks_to_end()
-    time.sleep(_LEAVING_S)
+    _wait_for_end(collector)
     send_signal(signal.SIGKILL, [each for each in collector.pids if _is_python(each)])
+
+
+def _wait_for_end(collector: Collector) -> None:
+    """Wait a moment for the ranks of this machine, so that this process ends with them."""
+    end_s = time.monotonic() + _LEAVING_S
+    while time.monotonic() < end_s and (
+        not collector.is_local or any(_is_python(each) for each in collector.pids)
+    ):
+        time.sleep(0.05)
 
 
 def _is_python(pid: int) -> bool:
