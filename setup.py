@@ -26,6 +26,27 @@ NATIVE = sorted(Path("mpistrat/native").glob("*.[ch]"))
 NATIVE_DIGEST = hashlib.sha256(b"".join(path.read_bytes() for path in NATIVE)).hexdigest()
 
 
+RECORDER = Path("mpistrat/native/recorder")
+
+
+def recorder(name, macros):
+    """Return the recorder of `mpistrat watch`, which uses nothing of Python nor of an MPI library.
+
+    mpi4py looks whether the functions for large counts exist. So there is one recorder with them,
+    and one without for libraries that lack them.
+    """
+    return Extension(
+        f"mpistrat.watch.{name}",
+        [str(RECORDER / "recorder.c"), str(RECORDER / "sender.c")],
+        depends=[str(path) for path in RECORDER.glob("*.h")],
+        define_macros=macros,
+        extra_compile_args=["-O2", "-fvisibility=hidden", "-Wno-unused-parameter"],
+        libraries=["dl", "pthread"],
+        py_limited_api=True,
+        optional=OPTIONAL,
+    )
+
+
 PAGES = "https://github.com/mpistrat/mpistrat/blob/main/"
 FILES = "https://raw.githubusercontent.com/mpistrat/mpistrat/main/"
 
@@ -45,6 +66,9 @@ class BuildPackage(build_py):
         if not self.editable_mode:
             shutil.rmtree(Path(self.build_lib, "mpistrat"), ignore_errors=True)
         super().run()
+        if not self.editable_mode:
+            # Python runs its one line at each start, and looks for one variable there.
+            self.copy_file("mpistrat_watch.pth", self.build_lib)
 
 
 class BuildKernels(build_ext):
@@ -61,7 +85,11 @@ class BuildKernels(build_ext):
 
     def get_export_symbols(self, ext):
         """Return what must be visible besides the functions of the kernels, which all are."""
-        return [] if ext.name.endswith("kernels") else super().get_export_symbols(ext)
+        return (
+            []
+            if ext.name.endswith(("kernels", "recorder", "recorder_c"))
+            else super().get_export_symbols(ext)
+        )
 
 
 setup(
@@ -89,5 +117,7 @@ setup(
             extra_compile_args=FLAGS,
             optional=OPTIONAL,
         ),
+        recorder("_recorder", []),
+        recorder("_recorder_c", [("WITH_LARGE_COUNTS", "1")]),
     ],
 )

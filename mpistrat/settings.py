@@ -39,6 +39,13 @@ def _seconds(text: str) -> float:
     return seconds
 
 
+def _positive_seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds < float("inf"):
+        raise ValueError
+    return seconds
+
+
 def _on_or_off(text: str) -> bool:
     return {"on": True, "1": True, "off": False, "0": False}[text.lower()]
 
@@ -99,6 +106,11 @@ _READERS = {
     "data_threads": _Reader(_positive_integer_or_auto, "Use a whole number, at least 1, or auto."),
     "restart": _Reader(not_negative_integer, "Use a whole number, at least 0."),
     "fault": _Reader(str, ""),
+    "watch_after_s": _Reader(_positive_seconds, "Use a number of seconds above 0."),
+    "watch_busy_after_s": _Reader(_seconds_or_none, "Use a number of seconds above 0, or none."),
+    "watch_report_only": _SWITCH,
+    "watch_json": _PATH,
+    "watch_address": _Reader(str, ""),
     "gather_limit": _Reader(not_negative_integer, "Use a number of bytes, at least 0."),
 }
 
@@ -143,6 +155,16 @@ class Settings:
     """Number of this restart of the job; ``mpistrat run --restarts`` counts them from 1."""
     fault: str = ""
     """A fault to inject on purpose, in the notation of `mpistrat.testing.inject`."""
+    watch_after_s: float | None = None
+    """How long a hang stands still before `mpistrat watch` reports it; ``None``: no watch."""
+    watch_busy_after_s: float | None = 1800.0
+    """How long the watch lets ranks wait for one that is outside MPI; ``none``: forever."""
+    watch_report_only: bool = False
+    """Whether the watch reports once and leaves the job alone."""
+    watch_json: str | None = None
+    """File to which the watch also writes its report."""
+    watch_address: str = ""
+    """Address and secret of the watch's collector, which ``mpistrat watch`` sets for its ranks."""
     gather_limit: int = 4 << 30
     """Size in bytes of the largest sharded variable that `value` may collect on every rank."""
 

@@ -33,14 +33,14 @@ Graph = Mapping[str, set[str]]
 Limit = int | tuple[int, int]
 
 LIMITS: dict[str, Limit] = {
-    "files": 340,
-    "lines": 82_500,
+    "files": 351,
+    "lines": 84_400,
     "longest file, code": 400,
     "median file": (150, 240),
     "loose modules": 21,
-    "exported names": 170,
+    "exported names": 171,
     "comments, per mille": (30, 1000),
-    "private attributes of others": 155,
+    "private attributes of others": 156,
     "names in several folders": 8,
     "circles of files": 0,
     "circles of folders": 0,

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 
-from mpistrat.cli import bench, checkpoints, diff, doctor, explain, run, timeline
+from mpistrat.cli import bench, checkpoints, diff, doctor, explain, run, timeline, watch
 from mpistrat.cli.output import GROUPS, Command, print_error
 from mpistrat.version import __version__
 
@@ -151,6 +151,7 @@ COMMANDS = (
     checkpoints.VERIFY,
     diff.DIFF,
     doctor.COMMAND,
+    watch.COMMAND,
     explain.COMMAND,
     timeline.COMMAND,
     bench.COMMAND,

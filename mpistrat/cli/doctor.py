@@ -79,6 +79,8 @@ Check an installation and a launch before a job fails: MPI, launcher, cores and 
 HDF5, and the folder for checkpoints. Run it as the job will be started. It prints a remedy for
 each problem, usually the command to type. The exit code is 1 if there is a problem.
 
+A program that starts and then hangs: mpistrat watch -n 4 program.py says which rank, and where.
+
   mpistrat doctor
   srun --mpi=pmi2 mpistrat doctor --folder runs
 """,

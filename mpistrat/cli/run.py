@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -37,6 +37,24 @@ _PREEMPTED = 75
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
+        "--restarts",
+        type=_not_negative,
+        default=0,
+        metavar="K",
+        help="start the job again after a crash, at most K times (default: %(default)s)",
+    )
+    add(
+        "--fault-tolerant",
+        action="store_true",
+        help="start a parameter-server job so that it survives the loss of a worker (Open MPI)",
+    )
+    add_launch_arguments(parser)
+
+
+def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the program, and the options on how to start it."""
+    add = parser.add_argument
+    add(
         *("-n", "-np"),
         type=_positive,
         dest="ranks",
@@ -45,21 +63,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "or one)",
     )
     add(
-        "--restarts",
-        type=_not_negative,
-        default=0,
-        metavar="K",
-        help="start the job again after a crash, at most K times (default: %(default)s)",
-    )
-    add(
         "--oversubscribe",
         action="store_true",
         help="allow more ranks than cores, and ranks that share a GPU",
-    )
-    add(
-        "--fault-tolerant",
-        action="store_true",
-        help="start a parameter-server job so that it survives the loss of a worker (Open MPI)",
     )
     add(
         "--threads",
@@ -104,7 +110,7 @@ def _not_negative(text: str) -> int:
 
 
 @dataclass(frozen=True)
-class _Job:
+class Job:
     """Job to run."""
 
     command: list[str]
@@ -114,6 +120,8 @@ class _Job:
     """Family of the MPI library whose mpiexec is used."""
     rank: tuple[str, ...] = ()
     """Command of each rank that mpiexec starts."""
+    num_ranks: int = 0
+    """Number of ranks; 0 if Slurm decides."""
 
     def __str__(self) -> str:
         settings = [f"{name}={shlex.quote(value)}" for name, value in self.variables.items()]
@@ -128,7 +136,7 @@ class _Job:
 
 def _run(arguments: argparse.Namespace) -> int:
     try:
-        job = _plan(arguments)
+        job = plan(arguments)
     except LaunchError as error:
         print_error("run", error)
         return 2
@@ -142,7 +150,7 @@ def _run(arguments: argparse.Namespace) -> int:
         elif not restart:
             print_note("run", job.short)
         began = time.monotonic()
-        code, asked_to_end = _wait(job)
+        code, asked_to_end = wait_for_job(job)
         if code in (0, _USAGE, _PREEMPTED) or asked_to_end:
             return code
         failed = f"The job failed with {_described(code)} after {time.monotonic() - began:.1f} s"
@@ -180,40 +188,45 @@ def _described(code: int) -> str:
     return f"exit code {code}"
 
 
-def _plan(arguments: argparse.Namespace) -> _Job:
+_INSIDE = {"run": "Start the program itself", "watch": "Use python -m mpistrat.watch"}
+
+
+def plan(arguments: argparse.Namespace, command_name: str = "run") -> Job:
     """Return the job that the options describe, or raise `LaunchError`."""
     variables = environment()
     launcher = find_launcher(variables)
     if launcher.num_tasks > 1 or launcher.name not in ("none", "slurm"):
         raise LaunchError(
-            f"mpistrat run starts the ranks, but {launcher.title} has already started this one. "
-            "Start the program itself with that launcher, or use mpistrat run without it."
+            f"mpistrat {command_name} starts the ranks, but {launcher.title} has already started "
+            f"this one. {_INSIDE[command_name]} with that launcher, or use mpistrat "
+            f"{command_name} without it."
         )
     if not arguments.is_module and not Path(arguments.program).exists():
         raise LaunchError(f"There is no program {arguments.program!r}.")
     flag = ["-m"] if arguments.is_module else []
     program = [sys.executable, *flag, arguments.program, *arguments.arguments]
+    is_tolerant = getattr(arguments, "fault_tolerant", False)
     # If one rank dies, srun would end all ranks of the step.
-    may_srun = not arguments.mpiexec and not arguments.fault_tolerant
+    may_srun = not arguments.mpiexec and not is_tolerant
     is_allocated = "SLURM_JOB_ID" in variables
     if is_allocated and may_srun and shutil.which("srun"):
         return _plan_with_srun(arguments, program)
     tasks = _number(variables.get("SLURM_NTASKS")) if is_allocated else None
     ranks = arguments.ranks or tasks or _num_gpus() or 1
-    if not (is_allocated and arguments.fault_tolerant):  # Open MPI counts the cores of all nodes
+    if not (is_allocated and is_tolerant):  # Open MPI counts the cores of all nodes
         _check_cores(ranks, arguments.oversubscribe)
     threads = arguments.threads or max(num_cores() // ranks, 1)
     if ranks == 1 and not arguments.mpiexec and not arguments.mpi_args:  # no launcher is needed
-        return _Job(program, _changes(arguments, threads, ""))
+        return Job(program, _changes(arguments, threads, ""), num_ranks=1)
     mpiexec = _find_mpiexec(arguments.mpiexec)
     _check_user(mpiexec, arguments.mpi_args)
     changes = _changes(arguments, threads, mpiexec.family)
     # Open MPI binds each of two ranks to one core, and all threads of the rank would run on it.
     start = mpiexec.command(ranks, arguments.oversubscribe, is_bound=threads == 1)
-    if arguments.fault_tolerant:
+    if is_tolerant:
         start[1:1] = _tolerance_of(mpiexec)
     command = [*start, *arguments.mpi_args, *program]
-    return _Job(command, changes, mpiexec.family, tuple(program))
+    return Job(command, changes, mpiexec.family, tuple(program), ranks)
 
 
 def _tolerance_of(mpiexec: Mpiexec) -> list[str]:
@@ -226,7 +239,7 @@ def _tolerance_of(mpiexec: Mpiexec) -> list[str]:
     return FLAG.split()[1:]
 
 
-def _plan_with_srun(arguments: argparse.Namespace, program: list[str]) -> _Job:
+def _plan_with_srun(arguments: argparse.Namespace, program: list[str]) -> Job:
     from mpistrat.mpi.world import library_details
 
     _load_library()
@@ -237,7 +250,7 @@ def _plan_with_srun(arguments: argparse.Namespace, program: list[str]) -> _Job:
         if name not in environment():
             changes[name] = value
     start = srun(library, arguments.ranks, cores, arguments.oversubscribe)
-    return _Job([*start, *arguments.mpi_args, *program], changes)
+    return Job([*start, *arguments.mpi_args, *program], changes, num_ranks=arguments.ranks or 0)
 
 
 def _number(text: str | None) -> int | None:
@@ -327,8 +340,11 @@ _FROM_TERMINAL = 0x80
 """SI_KERNEL of Linux: all foreground processes got the signal."""
 
 
-def _wait(job: _Job) -> tuple[int, bool]:
-    """Run the job to its end. Return its exit code, and whether a signal asked it to end."""
+def wait_for_job(job: Job, note_end: Callable[[signal.Signals], object] = bool) -> tuple[int, bool]:
+    """Run the job to its end. Return its exit code, and whether a signal asked it to end.
+
+    `note_end` is called with each signal that asks the job to end.
+    """
     num_asked = ended_by = 0
     # If mpiexec dies, its ranks become children of this process, which can then find and end them
     # (prctl(2), PR_SET_CHILD_SUBREAPER).
@@ -355,6 +371,7 @@ def _wait(job: _Job) -> tuple[int, bool]:
             sign = signal.Signals(came.si_signo)
             if sign in _ENDING:
                 num_asked, ended_by = num_asked + 1, sign
+                note_end(sign)
             if num_asked > 1:  # the first one did not help
                 send_signal(signal.SIGKILL, descendants(process.pid))
             # Ctrl-C in a terminal has already reached mpiexec. A second SIGINT would make it kill
@@ -370,7 +387,7 @@ def _wait(job: _Job) -> tuple[int, bool]:
     return (128 - code if code < 0 else code), num_asked > 0
 
 
-def _end_orphans(job: _Job) -> None:
+def _end_orphans(job: Job) -> None:
     """End ranks whose mpiexec was killed, because a restart would write the same files."""
     end_s = time.monotonic() + _LEAVING_S
     while job.rank and (orphans := descendants(os.getpid(), job.rank)):

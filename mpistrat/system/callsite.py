@@ -12,7 +12,8 @@ from types import CodeType, FrameType, TracebackType
 
 UNKNOWN_PLACE = "unknown place"
 
-_PACKAGE = os.path.abspath(sys.modules[__name__.partition(".")[0]].__path__[0]) + os.sep
+# From the file, because a rank under `mpistrat watch` loads this module without the package.
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TESTING = _PACKAGE + "testing" + os.sep
 _BESIDE = "mpistrat_torch_autoload.py"
 """The module that is installed next to the package."""

@@ -21,6 +21,7 @@ from tools.pictures import (
     sharding,
     survivors,
     timeline,
+    watch,
 )
 from tools.pictures.palette import THEMES, Palette
 
@@ -90,6 +91,7 @@ PICTURES = (
     Picture("restart", restart.draw, restart.record, restart.draw_narrow),
     Picture("survivors", survivors.draw, survivors.record),
     Picture("timeline", timeline.draw, timeline.record),
+    Picture("watch", watch.draw, watch.record),
     Picture("gallery/train_digits", gallery.digits, jobs.digits),
     Picture("gallery/kmeans", gallery.kmeans, jobs.kmeans),
     Picture("gallery/logistic_regression", gallery.logistic_regression, jobs.logistic_regression),

@@ -1,0 +1,7 @@
+# kind: unmatched message; odd: [0]
+from mpi4py import MPI
+
+comm = MPI.COMM_WORLD
+rank, size = comm.rank, comm.size
+if rank == 0:
+    comm.recv(source=1, tag=3)  # at: [0]

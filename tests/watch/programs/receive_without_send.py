@@ -1,0 +1,8 @@
+# kind: unmatched message; odd: [0]
+import numpy as np
+from mpi4py import MPI
+
+comm = MPI.COMM_WORLD
+rank, size = comm.rank, comm.size
+if rank == 0:
+    comm.Recv(np.empty(3), source=1, tag=7)  # at: [0]

@@ -1,0 +1,9 @@
+# kind: unmatched message; odd: [0]
+import numpy as np
+from mpi4py import MPI
+
+comm = MPI.COMM_WORLD
+rank, size = comm.rank, comm.size
+if rank == 0:
+    request = comm.Irecv(np.empty(3), source=1, tag=4)
+    request.Wait()  # at: [0]
