@@ -37,6 +37,8 @@ def main(argv: Sequence[str]) -> int:
         return 2
     flag = ["-m"] if arguments.is_module else []
     command = [sys.executable, *flag, arguments.program, *arguments.arguments]
+    # The program replaces this process: one more between launcher and rank would have to pass on
+    # signals and the exit code.
     return os.execve(sys.executable, command, dict(environment()) | changes)
 
 

@@ -70,6 +70,8 @@ def title(call: str, rank: Rank, with_call: bool = True) -> str:
 def find_cause(job: Job, needs: dict[int, frozenset[int]]) -> Cause:
     """Return the cause for which the ranks in `needs` cannot go on."""
     ranks = core(needs) or set(needs)
+    # The order matters: a dead rank explains all that follows from it, and the messages inside a
+    # pickled collective would look like unmatched ones.
     finders: tuple[Callable[[Job, set[int]], Cause | None], ...] = (
         _of_processes,
         _of_pickled,
@@ -158,6 +160,7 @@ def _difference(job: Job, group: str) -> Cause | None:
     members = [job.ranks[each] for each in sorted(job.members[group])]
     histories = {each.number: each.history[group] for each in members if group in each.history}
     numbers = sorted({number for each in histories.values() for number in each.last})
+    # The first difference is the cause. After it, all later calls may differ, too.
     for number in numbers:
         made = [(r, each.last[number]) for r, each in histories.items() if number in each.last]
         by_made = ranks_by_value(made)

@@ -119,6 +119,8 @@ class Collector:
         had_ranks = False
         began_s = time.monotonic()
         while True:
+            # Before the messages are read: after `close`, one more round takes those that have
+            # arrived.
             was_closing = self._is_closing.is_set()
             for key, _ in self._selector.select(0 if was_closing else _LOOK_S):
                 self._accept() if key.data is None else self._receive(key.data)
@@ -127,6 +129,7 @@ class Collector:
             self._drop_strangers()
             self._look()
             had_ranks = had_ranks or any(peer.rank for peer in self._peers)
+            # Rank 0 may die before it connects, and no collector may stay forever.
             if until_empty and not self._peers and (had_ranks or _is_over(began_s, 600)):
                 return
 
@@ -164,6 +167,8 @@ class Collector:
             try:
                 self._take(peer, json.loads(line))
             except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+                # A bad line of a known rank is left out: to drop the rank would look like its
+                # death.
                 if peer.rank is None:
                     self._drop(peer)
                     return
@@ -192,6 +197,7 @@ class Collector:
                 raise ValueError
             number = int(message["rank"])
             peer.rank = self._ranks.get(number) or Rank(number)
+            # If no variable of the launcher names the rank, `_place` takes it from MPI later.
             if number >= 0:
                 self._ranks[number] = peer.rank
             rank = peer.rank
@@ -237,6 +243,7 @@ class Collector:
             return
         for each in ranks:
             self._note_stop(each, now_s)
+        # A rank in a debugger stands still for as long as its user needs.
         if any(each.tracer for each in ranks):
             return
         job = Job(ranks, self._members)
@@ -315,6 +322,7 @@ class Collector:
         dead = [each for each in ranks if each.state == "dead"]
         if self.report is not None or self.is_asked_to_end or not dead or self._has_gap():
             return None
+        # A rank that exits early makes the launcher kill the others, whose ends are not deaths.
         if any(each.left and each.left[0] in ("abort", "exit") for each in ranks):
             return None
         died_s = min(each.lost_s for each in dead if each.lost_s is not None)
@@ -348,10 +356,13 @@ def write_report(report: Report, path: str | None) -> None:
 
 def _end_from_below(collector: Collector) -> None:
     """End a job whose launcher is somewhere above: with the exit code of its ranks."""
+    # MPI_Abort comes first: only that gives the launcher the exit code for certain. If ranks exit
+    # instead, the launcher kills the others, and may return the exit code of any of them.
     collector.tell_one_to_abort()
     _wait_for_end(collector)
     collector.tell_ranks_to_end()
     _wait_for_end(collector)
+    # By now, the number of a rank that has ended may belong to a different process.
     send_signal(signal.SIGKILL, [each for each in collector.pids if _is_python(each)])
 
 

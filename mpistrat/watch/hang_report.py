@@ -62,6 +62,7 @@ class Report:
         groups = self._groups()
         rest = []
         if len(groups) > _MAX_GROUPS:
+            # Odd ranks must be shown, and their groups are mostly the smallest.
             first = [each for each in groups if each[2]]
             others = [each for each in groups if not each[2]]
             shown = (first + others)[:_MAX_GROUPS]

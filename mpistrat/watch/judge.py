@@ -75,6 +75,7 @@ class Job:
         return (each for each in self.ranks if each is not rank)
 
     def _needs_of_wait(self, rank: Rank, wait: Wait) -> Sets:
+        # What is not known must never be a reason to end a job.
         if wait.group is None or wait.group not in self.members:
             return _FREE
         others = self.members[wait.group] - {rank.number}
@@ -83,6 +84,8 @@ class Job:
         if wait.kind == "sendrecv":
             sent = self._needs_of_message(rank, wait, True, wait.peer, wait.tag)
             received = self._needs_of_message(rank, wait, False, wait.peer2, wait.tag2)
+            # Nobody can see from outside which half is complete, so any of the peers may let the
+            # rank continue.
             parts = [*sent, *received]
             return [frozenset().union(*parts)] if parts else _FREE
         if wait.kind in COLLECTIVES:
@@ -140,6 +143,8 @@ class Job:
         own = rank.history.get(wait.group)
         mine = own.last.get(wait.number) if own else None
         made = theirs.last.get(wait.number)
+        # Only the last collectives are known. An older one counts as equal, because a wrong guess
+        # would end a job that works.
         return mine is None or made is None or mine.differs(made) is None
 
     def stuck(self, now_s: float) -> dict[int, frozenset[int]]:

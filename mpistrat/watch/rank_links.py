@@ -157,6 +157,7 @@ class Rank:
         if not self.has_state:
             return "absent"
         main = self.main_call
+        # Other threads do not count here: they may serve a main thread that computes for hours.
         if main is None and self.pid not in self.polls:
             return "outside" if self.in_world else "absent"
         return "polls" if self.polls or main is None else "waits"
@@ -179,6 +180,8 @@ class Rank:
         self.done, self.calls, self.polls = int(state["done"]), tuple(calls), polls
         self.version = int(state["v"])
         self.has_state, self.in_world = True, int(state["rank"]) >= 0
+        # For polls, only the threads count: a poll that finds nothing is not progress, and must not
+        # start the limit again.
         if before != (self.done, self.calls, set(polls), self.in_world, True):
             self.changed_s = now_s
         lines = state.get("lines") or {}
@@ -189,6 +192,7 @@ class Rank:
             self.lines = {
                 int(thread): _place(where) for thread, where in lines.items() if where is not None
             }
+        # The sampler does not get Python's lock in this case, so its lines are older than the dump.
         if state.get("dump"):
             self.lines[self.pid] = _place_in_dump(str(state["dump"]), state.get("source"))
 

@@ -194,6 +194,9 @@ class ChunkStore:
             target = elements[own]
             target[...] = rows.view(dataset.dtype) if dataset.dtype != rows.dtype else rows
             count = num_rows * math.prod(inner)
+            # Without the old address, even for an unfiltered chunk: after `cut`, its later rows
+            # still belong to commits that readers may have open, so new rows must not replace them
+            # in place.
             column.chunks[place] = OpenChunk(elements, count)
         self._remember(column)
 
@@ -304,15 +307,20 @@ class ChunkStore:
             return Encoded(dataset.name, place, data, mask, is_full, len(data), None)
         whole = elements.reshape(-1).view(np.uint8).data
         if not dataset.is_chunked:
+            # Only rows that exist: behind the last one, a different dataset may begin in the file.
             rows = dataset.rows_of_block(place[0]) * (size // dataset.geometry.chunk[0])
             return Encoded(dataset.name, place, whole[:rows], 0, True, rows, chunk.address)
         # Rows behind those of the last commit may be added in place.
+        # The first write covers the whole chunk: if h5py extends the dataset later, the new rows
+        # must show the fill value, and not bytes of a step that was never committed.
         start = chunk.stored_rows * (size // dataset.geometry.chunk[0])
         stop = (
             size
             if chunk.address is None
             else self._num_rows(dataset, place, chunk) * (size // dataset.geometry.chunk[0])
         )
+        # Final, although rows will follow: the chunk has all its space from the start, so its entry
+        # in the tree never changes. Readers see new rows when the first dimension grows.
         return Encoded(dataset.name, place, whole[start:stop], 0, True, size, chunk.address, start)
 
     def _num_rows(self, dataset: OutputDataset, place: Place, chunk: OpenChunk) -> int:
@@ -401,6 +409,8 @@ class ChunkStore:
 
     def _store(self, dataset: OutputDataset, chunk: OpenChunk) -> None:
         if self._spill is None:
+            # It has no name, so a killed process leaves nothing. It is in the folder of the output,
+            # because /tmp may be too small, or in memory.
             self._spill = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 - until close
         if chunk.slot is None:
             chunk.slot = self._spilled_bytes

@@ -54,6 +54,7 @@ class ChunkTree:
     def __init__(self, chunk_shape: Sequence[int], item_bytes: int) -> None:
         self._chunk_shape = tuple(chunk_shape)
         self._item_bytes = item_bytes
+        # HDF5 counts the bytes of an element as one more axis of each chunk.
         self._key_bytes = 8 + 8 * (len(self._chunk_shape) + 1)
         self.node_bytes = 24 + (MAX_CHILDREN + 1) * self._key_bytes + MAX_CHILDREN * 8
         """Number of bytes that a node takes in the file, however many children it has."""
@@ -117,6 +118,8 @@ class ChunkTree:
 
 def encode_node(node: Node, left: int = UNDEFINED, right: int = UNDEFINED) -> bytes:
     """Return the used bytes of a node, with the addresses of its siblings."""
+    # HDF5 reads a node in its full length, so the space for missing children must be in the file,
+    # too. Nothing is written there, because HDF5 ignores it.
     parts = [b"TREE", struct.pack("<BBHQQ", 1, node.level, len(node.children), left, right)]
     for child in node.children:
         parts += [child.key, struct.pack("<Q", child.address)]

@@ -168,6 +168,7 @@ def _from_h5py(
         # Whole rows, so that the elements of each "chunk" are contiguous in the file.
         row_bytes = max(math.prod(inner) * dtype.itemsize, 1)
         chunk = (min(max(2**20 // row_bytes, 1), max(shape[0] or 0, 1)) if shape else 1, *inner)
+    # A key of the B-tree has only 32 bits for the number of bytes.
     if math.prod(chunk) * dtype.itemsize >= 2**32:
         raise DataError(f"HDF5Writer: chunks of dataset {name!r} have 4 GiB or more.")
     filters = hdf5.filters_of(stored)

@@ -145,6 +145,8 @@ class Definitions:
             group.create_dataset(path, shape, dtype, values, **given)
 
         def probe() -> Any:
+            # In memory first: a value that h5py refuses must raise here. At the next commit, it
+            # would cost the first steps.
             with hdf5.h5py().File(io.BytesIO(), "w") as file:
                 create(file, "x")
                 found = file["x"].shape, file["x"].dtype
@@ -158,6 +160,8 @@ class Definitions:
                 )
             return True
 
+        # Only rank 0's data count, so only rank 0 can compare. The other ranks take part to learn
+        # whether there is a new object.
         if self._session.ranks.on_root(probe, kind):
             return
         self._session.note_groups(name)
@@ -187,6 +191,9 @@ class Definitions:
 
         def probe() -> bool:
             assert session.target is not None
+            # Compared with the values that h5py returns, whose types differ: an int becomes a
+            # numpy.int64. A resumed program mostly sets what the file has, and then no headers are
+            # written.
             with hdf5.h5py().File(io.BytesIO(), "w") as file:
                 for key, value in attrs.items():
                     file.attrs[key] = value

@@ -139,6 +139,8 @@ def _shuffle(item_bytes: int, data: Any) -> Any:
 
 
 def _with_checksum(data: Any) -> bytes:
+    # HDF5 folds its sums to 16 bits, which makes 65535 of a positive multiple of 65535, where a
+    # remainder would be 0.
     both = [each % 65535 or 65535 * (each > 0) for each in fletcher_sums(memoryview(data))]
     if both[0] and not both[1]:  # the second sum is reduced before it is added up
         both[1] = 65535

@@ -81,6 +81,8 @@ def exchange_round(
             put(dataset, piece, elements)
         else:
             outgoing[owner] += _packed(numbers[dataset.name], piece, elements)
+        # Pieces that stay on this rank count, too: complete chunks are written only between two
+        # rounds, and until then they fill the memory.
         sent += elements.nbytes
         if sent >= BYTES_PER_ROUND:
             is_over = False
@@ -99,6 +101,8 @@ def exchange_round(
         received = exchange_flat(call, buffer, lengths, incoming)
         for part in consecutive(incoming):
             _unpack(received[part], datasets, put)
+    # If one rank has more, all must come to the next round, those without rows too: the exchange is
+    # a collective.
     return bool(table[:, size].any())
 
 

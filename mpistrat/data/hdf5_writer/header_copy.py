@@ -38,6 +38,7 @@ def fill_with_copies(names: Collection[str]) -> Fill:
     def fill(file: Any, source: Any, group: Any) -> dict[str, Any]:
         copier = _Copier(file, source, names, names)
         copier.copy_group(file["/"], group, "")
+        # A commit can only change values in place, so both must exist before the template is made.
         for name in (STEPS, END):
             if name not in group.attrs:
                 group.attrs.create(name, 0, dtype=np.dtype("<i8"))

@@ -252,6 +252,8 @@ def make_template(
     read: Read, superblock: Superblock, root: Root, end: int, fill: Fill
 ) -> HeaderTemplate:
     """Return the template for copies after a file with the root group `root`."""
+    # HDF5 itself shows which words are addresses, even in messages that this code does not know. A
+    # parser would need to know all messages.
     one = make_image(read, superblock, root, end, fill)
     two = make_image(read, superblock, root, end + _DISTANCE, fill)
     if len(one.data) != len(two.data):

@@ -46,5 +46,7 @@ class WriterLock:
 
     def release(self) -> None:
         """Remove the hidden file, and let a different process write."""
+        # Removed while the lock is held. Later, the name could belong to the file of the next
+        # writer.
         self._lock.unlink(missing_ok=True)
         os.close(self._handle)

@@ -180,6 +180,8 @@ class RootFile:
             end,
             lambda file, source, group: changes.fill(file, source, group, written),
         )
+        # Nothing names these bytes yet. The headers of the next commit are copies of them or link
+        # to them, and a kill before it leaves the file as it was.
         write_all(self.handle, end, image.data)
         self._root = image.root
         self._template = None
@@ -253,9 +255,13 @@ class RootFile:
         self._last = rows, steps
 
     def _write_root(self, root: Root) -> None:
+        # Before the commit, because a power failure must not leave a root group whose headers and
+        # chunks are not on disk; after it, because `append` then promises that the step is on disk.
         if self._is_durable:
             os.fsync(self.handle)
         place, data = self._superblock.commit(root, self._stated)
+        # One call, never a loop: these few bytes are in one page, so a kill leaves all or none of
+        # them.
         if os.pwrite(self.handle, data, place) != len(data):
             raise OSError(f"The superblock of {self.path} was not written.")
         self._superblock = replace(self._superblock, root=root)
@@ -274,6 +280,8 @@ class RootFile:
 
         def write(node: Node) -> int:
             address = batch.allocate(tree.node_bytes)
+            # Without siblings: to name this node, its left neighbour would have to be written
+            # again, and then all nodes above that. `finish` adds them once.
             batch.writes.append((address, encode_node(node)))
             return address
 

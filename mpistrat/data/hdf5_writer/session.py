@@ -54,9 +54,12 @@ class Session:
         # Rank 0 first: it takes the lock, and shows that the file is one that can be resumed.
         ranks.on_root(lambda: self._open_root(path, mode, durable), kind)
         try:
+            # In mode "w" the file has a temporary name, which only rank 0 knows.
             name, end, self.steps = ranks.on_root(self._described, kind)
             with ranks.common_outcome(kind):
                 self.handle = os.open(name, os.O_RDWR | os.O_CLOEXEC)
+            # With different compressors, the stored bytes of a chunk would depend on its owner, and
+            # so on the number of ranks.
             versions = ranks.gather_json(isal_version(), kind)
             self.fast_gzip = versions[0] is not None and len(set(versions)) == 1
             self.name = name
@@ -167,6 +170,8 @@ class Session:
             addresses = self.space.place_chunks(chunks)
             with self.ranks.common_outcome(kind):
                 self.store.write(self.handle, encoded, addresses[self.ranks.rank])
+                # Each rank flushes what it has written, before rank 0 commits: on several nodes,
+                # rank 0 cannot flush the pages of a different node.
                 if flush:
                     os.fsync(self.handle)
             for name, found in entries_of(self.datasets, chunks, addresses).items():
@@ -192,6 +197,8 @@ class Session:
         try:
             own = encode()
         except Exception as raised:
+            # The others wait for this rank's report in any case. An empty one lets all go to
+            # `again`, which raises the error.
             error = raised
         text = b"" if own is None else json.dumps(own, separators=(",", ":")).encode()
         row = np.zeros(_REPORT_BYTES, np.uint8)
@@ -288,6 +295,7 @@ class Session:
     def cut(self, kind: str, steps: int, rows: dict[str, int]) -> None:
         """Return to an earlier step, in one commit."""
         with self.ranks.common_outcome(kind):
+            # From the file, because chunks of earlier rows have left the memory.
             self._read_existing(rows)
         self.steps = steps
         self.commit(kind, flush=True)
@@ -296,6 +304,7 @@ class Session:
 
     def finish(self, kind: str) -> None:
         """Close the file, which is complete."""
+        # On every rank, before the file gets its name: all chunks must be on disk by then.
         with self.ranks.common_outcome(kind):
             os.fsync(self.handle)
         self.ranks.on_root(self._publish, kind)
@@ -334,6 +343,8 @@ class Mover:
     def round(self, call: CollectiveCall) -> None:
         """Exchange some pieces; inside `call`, in which the ranks have agreed."""
         with call.moving():
+            # Only collected, because `check` may raise on this rank, and inside the exchange the
+            # other ranks would wait for it.
             put: Callable[..., None] = lambda *piece: self._arrived.append(piece)  # noqa: E731
             self._has_more = exchange_round(call, self._datasets, self._pieces, put)
 

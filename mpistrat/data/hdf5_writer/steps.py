@@ -59,6 +59,8 @@ class Steps:
             call.include_values([each.arrays[0] for each in leaves.values() if each.is_shared])
             call.agree(*(self._signature(leaf, datasets[leaf.name]) for leaf in leaves.values()))
             own_reports = [self._lengths(leaf, datasets[leaf.name]) for leaf in leaves.values()]
+            # `agree` has compared these values on all ranks, so each rank takes from its arrays
+            # what it has to write, and nothing is sent.
             is_same = all(leaf.is_shared for leaf in leaves.values())
             reports = (
                 [own_reports] * self._session.ranks.size
@@ -70,6 +72,8 @@ class Steps:
                 of_leaf = [report[number] for report in reports]
                 own, counts[name] = appended(kind, leaf, datasets[name], of_leaf, self._members)
                 parts += own
+            # Not earlier: the lines above may raise on all ranks, and the writer must then be as
+            # before.
             for dataset in new:
                 session.note_groups(dataset.name)
                 session.add(dataset)
@@ -84,6 +88,8 @@ class Steps:
                 if self._session.mode == "a" and session.num_waiting >= self._per_commit:
                     session.commit(kind)
                 elif session.has_full_blocks():
+                    # Complete chunks leave the memory before the commit, so that many steps per
+                    # commit do not need more memory than one.
                     session.store_chunks(kind, False)
         except Exception:
             if session.is_changed:  # else the new datasets are in the file
@@ -137,6 +143,8 @@ class Steps:
         if self._names is not None:
             expected = set(self._names)
         elif session.steps:
+            # A resumed file does not say which datasets form a step. Those with rows belong to it,
+            # and a dataset without rows may belong to it if the step has its name.
             expected = {n for n, each in session.datasets.items() if each.grows and each.rows}
             expected |= {n for n in leaves if n in session.datasets}
         else:

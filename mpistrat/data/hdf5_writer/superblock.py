@@ -56,6 +56,7 @@ class Superblock:
         return 0, self._version_2(self.root, end)
 
     def _version_2(self, root: Root, end: int) -> bytes:
+        # The checksum covers all fields, so root group and end can only be written together.
         fields = SIGNATURE + struct.pack("<4B", self.version, 8, 8, 0)
         fields += struct.pack("<4Q", 0, self.extension, end, root.header)
         return fields + struct.pack("<I", lookup3(fields))

@@ -40,6 +40,8 @@ class Target:
             if self._is_new:
                 self.name = self._new_file()
             elif not self.path.exists():
+                # Complete from the start: an empty file, as a kill might leave it, could not be
+                # resumed.
                 write_atomically(self.path, [_empty_file()])
             self.file = RootFile(self.name, is_durable)
         except BaseException:

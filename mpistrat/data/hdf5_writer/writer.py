@@ -382,6 +382,7 @@ class HDF5Writer:
     def _check_complete(self, kind: str) -> None:
         session = self._open_session(kind)
         fixed = [each for each in session.datasets.values() if not each.grows]
+        # Each rank knows only the chunks that it owns, so every rank must report.
         found = self._ranks.gather_json([session.store.missing(each) for each in fixed], kind)
         for number, dataset in enumerate(fixed):
             rows = [of_rank[number] for of_rank in found if of_rank[number] is not None]
@@ -408,6 +409,7 @@ class HDF5Writer:
         self._open_session(kind)
         if self._mode == "w":
             raise ValueError(f'{kind} needs the mode "a".')
+        # No checkpoint may know of steps that the file could still lose.
         self._flush(kind)
         return {"steps": self.steps, "rows": self.rows}
 
@@ -446,6 +448,7 @@ class HDF5Writer:
                     f"{steps}{which}. It belongs to a different file, or the file was replaced."
                 )
             call.agree(steps, tuple(sorted(rows.items())))
+        # Steps that wait for a commit are later than the state, and `cut` would commit them.
         session.undo()
         rows = {name: rows.get(name, 0) for name in own}
         if (steps, rows) != (session.steps, own):

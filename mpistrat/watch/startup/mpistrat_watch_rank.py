@@ -74,6 +74,7 @@ def begin() -> None:
         _refuse(str(error))
     if not settings.watch:
         _refuse("MPISTRAT_WATCH=off forbids the sockets that the watch needs.")
+    # First, because `_mpi_library` may start a second Python, which would be taken for a rank.
     _hide_from_children(variables)
     library = _open_recorder()
     if library is None:
@@ -104,6 +105,7 @@ def _is_python_program() -> bool:
 
 
 def _refuse(why: str) -> Any:
+    # Not an exception: Python's `site` would print it, and start the program without the watch.
     os.write(2, f"mpistrat watch: {why}\n".encode())
     os._exit(2)
 
@@ -111,6 +113,8 @@ def _refuse(why: str) -> Any:
 def _open_recorder() -> Any:
     """Load the recorder into the global scope, where it comes before the MPI library."""
     path = _mpi_library()
+    # Two builds, because mpi4py calls `MPI_..._c` functions if it finds any. A recorder that has
+    # them, above a library that lacks them, would end the program at its first call.
     name = "_recorder.abi3.so"
     if path is not None:
         has_large = hasattr(
@@ -134,6 +138,8 @@ def _mpi_library() -> str | None:
             chosen = _mpiabi.LIBMPI or _settings.environment().get("MPI4PY_LIBMPI")
             # No name stands for this process, which has the library already.
             return str(_mpiabi._dlopen_libmpi(chosen)._name or "")
+        # This mpi4py shows its library only when it is imported. Here, that would bind its calls to
+        # the library before the recorder is loaded.
         done = subprocess.run(
             [sys.executable, "-c", _FIND_LIBRARY], capture_output=True, text=True, timeout=60
         )
@@ -145,6 +151,7 @@ def _mpi_library() -> str | None:
 def _start_collector(settings: Any, variables: Any) -> str:
     """Start the collector as a child of rank 0, and return its address."""
     command = [sys.executable, "-m", "mpistrat.watch.collector"]
+    # `_hide_from_children` has removed the variable, and the collector needs it.
     asked = {"MPISTRAT_WATCH_AFTER_S": str(settings.watch_after_s)}
     child = subprocess.Popen(
         command,
@@ -189,6 +196,7 @@ class _Sampler:
     def _wrap(self) -> None:
         exit_now = os._exit
 
+        # `os._exit` runs no exit handlers, so the broken connection would look like a death.
         def leave(status: int) -> None:
             if os.getpid() == self._pid:
                 self._library.recorder_leave(b"exit", int(status))
@@ -241,6 +249,7 @@ class _Sampler:
 
     def _end(self) -> None:
         """Tell the recorder that the program is over, and which exception has ended it."""
+        # First, so that the sampler does not set the timer again while Python ends.
         self._is_over = True
         if not self._slot_is_taken:
             self._cancel()

@@ -13,6 +13,7 @@ _FOLDER = os.path.dirname(os.path.abspath(__file__))
 
 
 def _run_hidden() -> None:
+    # Otherwise the search would find this file again.
     sys.path[:] = [each for each in sys.path if os.path.abspath(each) != _FOLDER]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize")
     if spec is not None and spec.loader is not None:
