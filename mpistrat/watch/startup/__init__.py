@@ -1,0 +1,1 @@
+"""Modules on the path of the ranks under the watch; nothing imports them as a package."""
