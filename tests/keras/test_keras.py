@@ -21,8 +21,8 @@ PROGRAMS = Path(__file__).parent / "programs"
 LIMIT_S = 250
 
 usual_on = {
-    2: [2, pytest.param(3, marks=pytest.mark.more_ranks)],
-    3: [pytest.param(2, marks=pytest.mark.more_ranks), 3],
+    2: [2, pytest.param(3, marks=pytest.mark.campaign)],
+    3: [pytest.param(2, marks=pytest.mark.campaign), 3],
 }
 """Numbers of ranks, where one suffices as a rule."""
 
@@ -65,7 +65,7 @@ def test_datasets(ranks, tmp_path):
     assert succeeded(run("datasets", ranks=ranks, cwd=tmp_path)) == ranks
 
 
-@pytest.mark.more_ranks
+@pytest.mark.campaign
 def test_datasets_of_one_process(tmp_path):
     assert succeeded(run("datasets", cwd=tmp_path)) == 1
 
@@ -87,8 +87,8 @@ def test_a_training_resumes_after_any_step(ranks, trained, tmp_path):
     "stops",
     [
         [(2, "kill", 13), (3, "term", 11), (1, None, None)],
-        pytest.param([(3, "kill", 20), (2, None, None)], marks=pytest.mark.more_ranks),
-        pytest.param([(1, "term", 48), (3, None, None)], marks=pytest.mark.more_ranks),
+        pytest.param([(3, "kill", 20), (2, None, None)], marks=pytest.mark.campaign),
+        pytest.param([(1, "term", 48), (3, None, None)], marks=pytest.mark.campaign),
     ],
     ids=["kill_2_term_3_end_1", "kill_3_end_2", "term_1_end_3"],
 )
@@ -120,7 +120,7 @@ def test_the_program_of_the_page_runs(digits, tmp_path):  # noqa: F811
     assert [line[0] for line in lines] == ["e", "0", "1"]
 
 
-@pytest.mark.more_ranks
+@pytest.mark.campaign
 def test_the_tutorial_runs(tmp_path):
     page = (ROOT / "docs" / "coming-from" / "keras.md").read_text()
     (code,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)

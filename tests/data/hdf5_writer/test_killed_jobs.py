@@ -77,7 +77,7 @@ def test_a_job_that_loses_a_rank_keeps_all_steps(tmp_path):
     run_rounds(tmp_path, 2)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.timeout(900)
 def test_sixty_jobs(tmp_path):
     assert run_rounds(tmp_path, 60) > 100

@@ -24,14 +24,14 @@ def test_a_killed_writer_leaves_every_step_it_has_acknowledged(tmp_path, how):
     assert run(tmp_path, 10, how) >= 5
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.timeout(660)
 @pytest.mark.parametrize("durable", ["fast", "durable"])
 def test_two_hundred_kills_at_writes(tmp_path, durable):
     assert run(tmp_path, 220 if durable == "fast" else 40, "writes", durable) >= 30
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.timeout(660)
 def test_two_hundred_kills_at_random_times(tmp_path):
     assert run(tmp_path, 210, "times") >= 200
