@@ -155,7 +155,9 @@ def test_threads_that_reduce_side_by_side_end_the_job(tmp_path):
     script.write_text(
         PRELUDE
         + """
+import sys
 import threading
+sys.setswitchinterval(1e-5)  # or one thread may end before the other has begun
 wrong = []
 def second():
     for _ in range(300):

