@@ -31,7 +31,7 @@ from mpistrat.context import collective
 from mpistrat.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
 from mpistrat.system.files import remove_file, remove_leftovers
 from mpistrat.system.hints import Hinted
-from mpistrat.system.text import html_table
+from mpistrat.system.text import html_table, keywords
 from mpistrat.trackable import Trackable
 from mpistrat.variables import Variable
 
@@ -169,7 +169,14 @@ class CheckpointManager(Hinted):
                     "with both: in the background only rank 0 writes."
                 )
             check_drift_option(drift)
-            call.agree(self._given, max_to_keep, keep_every_n_hours, asynchronous, parallel, drift)
+            given = keywords(
+                max_to_keep=max_to_keep,
+                keep_every_n_hours=keep_every_n_hours,
+                asynchronous=asynchronous,
+                parallel=parallel,
+                drift=drift,
+            )
+            call.agree(self._given, *given)
         self._parallel, self._drift = parallel, drift
         self._saver = BackgroundSaver() if asynchronous else None
         self._planned: Retention | None = None

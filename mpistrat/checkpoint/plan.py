@@ -55,6 +55,7 @@ from mpistrat.errors import CheckpointError, ContextError
 from mpistrat.mpi.launcher import find_launcher, is_one_of_several, unconnected_task
 from mpistrat.mpi.world import is_started, started_world
 from mpistrat.sharding import Box
+from mpistrat.system.text import keywords
 from mpistrat.system.xxh3 import digest_of_values
 from mpistrat.trackable import Trackable
 from mpistrat.user_warnings import warn_once
@@ -106,8 +107,9 @@ class SavePlan:
             self.path = checked_path(what, path)
             check_drift_option(drift)
             replaces_all = False if overwrite is None else as_bool("overwrite", overwrite)
-            switches = {"parallel": as_bool("parallel", parallel), "overwrite": replaces_all}
-            call.agree(self.path, drift, switches)
+            parallel = as_bool("parallel", parallel)
+            given = keywords(drift=drift, parallel=parallel, overwrite=replaces_all)
+            call.agree(self.path, *given)
         self._what = what
         self._keeps_shards = keeps_shards
         """Whether sharded tensors are written by the ranks that hold them, not sent to rank 0."""

@@ -89,6 +89,14 @@ def format_call(
     return f"{kind} of {name!r}" + (f" ({', '.join(shown)})" if shown else "")
 
 
+def keywords(**given: object) -> list[str]:
+    """Return arguments as a call has them, for the details of a call: ``parallel=True``."""
+    return [
+        f'{name}="{each}"' if isinstance(each, str) else f"{name}={each}"
+        for name, each in given.items()
+    ]
+
+
 def is_structure(detail: object) -> bool:
     """Return whether a detail of a call is the structure of a nest, as `nests.signature` has it."""
     return isinstance(detail, str) and "*" in detail
