@@ -26,6 +26,12 @@ NATIVE = sorted(Path("mpistrat/native").glob("*.[ch]"))
 NATIVE_DIGEST = hashlib.sha256(b"".join(path.read_bytes() for path in NATIVE)).hexdigest()
 
 
+# Python runs this line at each start, so it only looks for one variable.
+WATCH_PTH = (
+    'import os; "MPISTRAT_WATCH_AFTER_S" in os.environ '
+    'and __import__("mpistrat_watch_autostart").begin()\n'
+)
+
 RECORDER = Path("mpistrat/native/recorder")
 
 
@@ -67,8 +73,7 @@ class BuildPackage(build_py):
             shutil.rmtree(Path(self.build_lib, "mpistrat"), ignore_errors=True)
         super().run()
         if not self.editable_mode:
-            # Python runs its one line at each start, and looks for one variable there.
-            self.copy_file("mpistrat_watch.pth", self.build_lib)
+            Path(self.build_lib, "mpistrat_watch.pth").write_text(WATCH_PTH)
 
 
 class BuildKernels(build_ext):

@@ -93,7 +93,8 @@ print(strategy.num_replicas_in_sync, ms.__version__)
 """
 
 
-ENTRY_POINTS = "mpistrat_torch_autoload.py"
+BESIDE = ("mpistrat_torch_autoload.py", "mpistrat_watch_autostart.py")
+"""Modules next to the package."""
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +103,7 @@ def dist(tmp_path_factory):
     pytest.importorskip("build")
     tree = tmp_path_factory.mktemp("tree") / "mpistrat"
     tree.mkdir()
-    for name in ("mpistrat", ENTRY_POINTS, "pyproject.toml", "setup.py", "README.md", "LICENSE"):
+    for name in ("mpistrat", *BESIDE, "pyproject.toml", "setup.py", "README.md", "LICENSE"):
         if (ROOT / name).is_dir():
             made = shutil.ignore_patterns("__pycache__", "*.so")
             shutil.copytree(ROOT / name, tree / name, ignore=made)
@@ -134,7 +135,8 @@ def test_the_wheel_has_the_package_its_types_and_the_compiled_parts(dist):
     assert {name for name in SOURCES if name.endswith((".py", "py.typed"))} <= names
     assert {name.partition("/")[0] for name in names} == {
         "mpistrat",
-        ENTRY_POINTS,
+        *BESIDE,
+        "mpistrat_watch.pth",
         f"mpistrat-{ms.__version__}.dist-info",
     }
     assert EXTENSIONS

@@ -32,9 +32,7 @@ def cases():
         sizes = [int(each) for each in expected(program).get("sizes", "2, 3").split(",")]
         for size in sizes:
             is_short = size == sizes[-1] and program.stem in (*QUICK, *IN_CI)
-            marks = [] if is_short else [pytest.mark.slow]
-            if size != sizes[-1]:
-                marks = [pytest.mark.campaign]
+            marks = [] if is_short else [pytest.mark.campaign]
             if program.stem in QUICK and is_short:
                 marks.append(pytest.mark.quick)
             yield pytest.param(program, size, id=f"{program.stem}-{size}", marks=marks)
