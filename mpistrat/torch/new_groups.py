@@ -84,7 +84,8 @@ def wait_for_members(
         time.sleep(_POLL_S)
     if has_told:
         _tell(own, None)
-    calls = [each.decode() for each in store.multi_get(keys)]
+    # One by one, because stores in files cannot return several values at once.
+    calls = [store.get(key).decode() for key in keys]
     # Two ranks may give one group different members, and wait in MPI for a third.
     if len({each.partition(": ")[2].partition(" at ")[0] for each in calls}) > 1:
         lines = "\n".join(f"  {each}" for each in calls)

@@ -58,7 +58,9 @@ class Form:
         positional = dict(zip(names, args, strict=False))
         unknown = given.keys() - names | given.keys() & positional.keys()
         missing = self.tensors.keys() - given.keys() - positional.keys()
-        if len(args) > len(names) or unknown or missing:
+        is_twice = opts is not None and any(name in given for name in self.settings)
+        is_twice = is_twice or (opts is not None and len(args) > len(self.tensors))
+        if len(args) > len(names) or unknown or missing or is_twice:
             raise TypeError(
                 f"{method} takes {', '.join(self.tensors)} and either opts or "
                 f"{', '.join(self.settings)}, but it was given {len(args)} arguments without a "
@@ -110,12 +112,12 @@ FORMS = {
 def overloaded(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return `method` for both forms of its arguments."""
     form = FORMS[method.__name__]
-    options, name = form.options, method.__name__
+    options, name, count = form.options, method.__name__, len(form.tensors) + 1
 
     @functools.wraps(method)
     def either(self: Any, *args: Any, **kwargs: Any) -> Any:
         # So torch calls it itself; the first form costs no more than this line.
-        if not kwargs and args and type(args[-1]) is options:
+        if len(args) == count and not kwargs and type(args[-1]) is options:
             return method(self, *args)
         return method(self, *form.first_form(name, args, kwargs))
 

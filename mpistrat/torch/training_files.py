@@ -28,7 +28,7 @@ class SavedProgress:
     Attributes
     ----------
     content : dict
-        What is saved next, or what was restored; empty before both.
+        The content of the next file, or of the restored one; empty before both.
     """
 
     def __init__(self, check: Callable[[dict[str, Any]], None]) -> None:
@@ -52,7 +52,7 @@ class TrainingFiles:
     Parameters
     ----------
     objects : dict
-        What is saved, by name; as the arguments of `Checkpoint`.
+        The objects to save by name, like the arguments of `Checkpoint`.
     prepare : callable
         Function that brings the objects up to date before a save; may be collective.
     directory, max_to_keep

@@ -100,6 +100,8 @@ def test_barriers(world):
         ((torch.ones(1), dist.ReduceOp.SUM, LIMIT, 4), {}),
         ((torch.ones(1),), {"root": 0}),
         ((torch.ones(1),), {"tensors": [torch.ones(1)]}),
+        (([torch.ones(1)],), {"opts": c10d.AllreduceOptions(), "op": dist.ReduceOp.MAX}),
+        (([torch.ones(1)], dist.ReduceOp.MAX, c10d.AllreduceOptions()), {}),
     ],
 )
 def test_other_arguments_are_refused(world, args, kwargs):

@@ -204,7 +204,7 @@ class HDF5Writer:
         dtype : dtype
             Its dtype, by default float32 as in h5py.
         data : array, optional
-            Its values, of any type that h5py accepts. Those of rank 0 are written.
+            Values of any type that h5py accepts. Rank 0 writes its own; the others are ignored.
         chunks : tuple or bool, optional
             Its chunk shape. The default depends only on shape and dtype.
         compression, compression_opts, shuffle, fletcher32, fillvalue
