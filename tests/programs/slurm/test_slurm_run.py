@@ -37,7 +37,7 @@ def test_srun_starts_the_tasks_of_the_allocation_and_again_after_a_crash(
     script = tmp_path / "job.sh"
     script.write_text(
         f"#!/bin/bash\nexport PYTHONPATH={ROOT}\nunset OMP_NUM_THREADS OPENBLAS_NUM_THREADS\n"
-        f"exec {sys.executable} -m mpistrat run --restarts 1 {program}\n"
+        f"exec {sys.executable} -m mpistrat run -v --restarts 1 {program}\n"
     )
     flags = ("--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=2")
     done = cluster.batch(*flags, str(script), limit_s=120, cwd=tmp_path)
@@ -46,7 +46,7 @@ def test_srun_starts_the_tasks_of_the_allocation_and_again_after_a_crash(
         assert f"ranks 2 nodes 2 restart {restart}" in done.stdout
     assert done.stdout.count("launcher slurm threads 2") == 2
     command = f"srun --mpi={protocol} --kill-on-bad-exit=0 --wait=60 --cpus-per-task=2"
-    assert done.stdout.count(command) == 1  # once, not at each restart
+    assert done.stdout.count(command) == 2  # with -v at each restart
     assert done.stdout.count("restart 1 of 1") == 1
     netmod = "" if launch.is_open_mpi() else "MPIR_CVAR_CH4_NETMOD=ofi"
     assert netmod in done.stdout
