@@ -86,7 +86,7 @@ def test_the_code_of_each_page_runs(ranks, digits, tmp_path):  # noqa: F811
 
 @pytest.mark.launches
 @pytest.mark.parametrize("ranks", [3, 4])
-@pytest.mark.parametrize("name", ["simulations", "sharding", "central-storage"])
+@pytest.mark.parametrize("name", ["simulations", "large-models"])
 def test_pages_run_where_rows_do_not_divide(name, ranks, tmp_path):
     page = tmp_path / "page.py"
     page.write_text(pages_with_code()[f"docs/guide/{name}.md"])
