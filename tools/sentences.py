@@ -49,6 +49,7 @@ BUDGETS = {
     "docs/reference/tf-distribute-v1-names.md": 300,
     "docs/guide": 1_100,
     "docs/guide/data.md": 1_600,
+    "docs/guide/large-models.md": 1_300,
     "docs/guide/gpus.md": 1_400,
     "docs/guide/pytorch.md": 1_200,
     "docs/howto": 1_300,
