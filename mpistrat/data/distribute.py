@@ -44,7 +44,7 @@ def distribute(
     dataset: Dataset, options: InputOptions | None, collectives: Collectives, device: Device
 ) -> DistributedDataset:
     """Divide the batches of `dataset`, the same on all ranks, among them. **Collective**."""
-    kind = "experimental_distribute_dataset"
+    kind = "distribute_dataset"
     with collectives.call(kind) as call:
         options = _checked_options(options)
         if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:

@@ -384,7 +384,7 @@ class ReplicaSet:
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
         """Return the components of the replicas of this rank, or one item if all share a value."""
-        kind = "experimental_local_results"
+        kind = "local_results"
         if not any(isinstance(leaf, DistributedValues) for leaf in nests.flatten(value)[0]):
             return (value,)
         return tuple(

@@ -631,7 +631,7 @@ class StrategyExtended(ExtendedV1):
 
     # Implementation of the methods of `Strategy` that distribute datasets
 
-    @context.collective("experimental_distribute_dataset")
+    @context.collective("distribute_dataset")
     def _distribute_dataset(
         self, dataset: Dataset, options: InputOptions | None
     ) -> DistributedDataset:

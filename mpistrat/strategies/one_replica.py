@@ -163,7 +163,7 @@ class DefaultExtended(StrategyExtended):
         """Return `value` itself: nothing is wrapped."""
         return value
 
-    @context.collective("experimental_distribute_dataset")
+    @context.collective("distribute_dataset")
     def _distribute_dataset(self, dataset: Dataset, options: InputOptions | None) -> Any:
         """Return `dataset` unchanged."""
         return dataset
