@@ -13,9 +13,7 @@ from typing import Any
 import keras
 
 from mpistrat.arguments import as_integer
-from mpistrat.checkpoint.checkpoint import Checkpoint
-from mpistrat.checkpoint.preemption import PreemptionCheckpointHandler
-from mpistrat.checkpoint.prepared import PreparedManager
+from mpistrat.checkpoint.training_files import SIGNALS, TrainingFiles
 from mpistrat.keras.askers import epoch_iterator, training_data
 from mpistrat.keras.datasets import HDF5Dataset, end_at_once
 from mpistrat.keras.ranks import rank_and_size
@@ -98,7 +96,7 @@ class HDF5Checkpoint(Replicas):
         data: HDF5Dataset | None = None,
         save_freq: str | int = "epoch",
         max_to_keep: int | None = 5,
-        signals: Iterable[signal.Signals | int] = (signal.SIGTERM, signal.SIGUSR1),
+        signals: Iterable[signal.Signals | int] = SIGNALS,
         walltime_margin_s: float | None = None,
         callbacks: Sequence[keras.callbacks.Callback] = (),
     ) -> None:
@@ -107,21 +105,21 @@ class HDF5Checkpoint(Replicas):
             raise TypeError(
                 f"data must be the mpistrat.keras.HDF5Dataset of fit, or None, not {data!r}."
             )
+        every_n_steps: int | None = None
         if save_freq != "epoch":
             if isinstance(save_freq, str):
                 raise ValueError(f'save_freq must be "epoch" or a number, not {save_freq!r}.')
-            save_freq = as_integer("save_freq", save_freq, 1)
+            every_n_steps = as_integer("save_freq", save_freq, 1)
         for each in callbacks:
             if not isinstance(each, keras.callbacks.Callback):
                 raise TypeError(f"callbacks must hold keras.callbacks.Callback, not {each!r}.")
         self.restored_path: str | None = None
-        self._directory, self._data, self._save_freq = directory, data, save_freq
-        self._max_to_keep = max_to_keep
-        self._signals, self._walltime_margin_s = tuple(signals), walltime_margin_s
+        self._data = data
+        self._files = TrainingFiles(
+            directory, max_to_keep, every_n_steps, signals, walltime_margin_s
+        )
         self._callbacks = CallbackStates(callbacks)
         self._progress: SavedTraining
-        self._manager: PreparedManager | None = None
-        self._handler: PreemptionCheckpointHandler | None = None
         self._epoch = self._batches = self._batches_before = 0
         """The epoch, how many of its steps have ended, and how many of these in earlier runs."""
         self._resumed: dict[str, Any] | None = None
@@ -129,7 +127,6 @@ class HDF5Checkpoint(Replicas):
         self._step_before = 0
         self._lengths: tuple[int | None, int | None] | None = None
         """The numbers of steps and batches of Keras's epochs, while one is resumed."""
-        self._is_due = False
         self._quiet: warnings.catch_warnings[None] | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -137,7 +134,7 @@ class HDF5Checkpoint(Replicas):
         super().on_train_begin(logs)
         self._check_data()
         self._close()
-        self._is_due, self._lengths = False, None
+        self._lengths = None
         self._batches = self._batches_before = 0
         num_metrics = len(self.model.metrics_variables)
         self._progress = SavedTraining(
@@ -146,15 +143,9 @@ class HDF5Checkpoint(Replicas):
         objects = {"model": self.model, "optimizer": self.model.optimizer}
         if self._data is not None:
             objects["data"] = self._data
-        checkpoint = Checkpoint(**objects, training=self._progress)
-        self._manager = PreparedManager(
-            self._prepare, checkpoint, self._directory, max_to_keep=self._max_to_keep
+        self.restored_path = self._files.open(
+            self._prepare, {**objects, "training": self._progress}
         )
-        # Before the restore, so that a signal does not end the program meanwhile.
-        self._handler = PreemptionCheckpointHandler(
-            self._manager, self._signals, self._walltime_margin_s
-        )
-        self.restored_path = self._manager.restore_or_initialize()
         self._resumed = None if self.restored_path is None else self._progress.content
         if self._resumed is not None:
             self._resume(self._resumed)
@@ -262,19 +253,11 @@ class HDF5Checkpoint(Replicas):
         # Keras counts the steps of the last execution as if it were complete.
         self._batches = min(self._batches_before + batch + 1, steps)
         step = self._training.step
-        assert self._manager is not None
-        assert self._handler is not None
-        if self._handler.save_checkpoint_if_preempted(step):
-            raise SystemExit(self._handler.EXIT_CODE)
-        is_last = self._batches == steps
-        if self._save_freq != "epoch" and _passes_multiple(
-            self._step_before, step, self._save_freq
-        ):
-            # An evaluation may follow the last step: it belongs to the epoch.
-            if is_last:
-                self._is_due = True
-            else:
-                self._manager.save(step)
+        self._files.end_if_preempted(step)
+        self._files.count_steps(self._step_before, step)
+        # An evaluation may follow the last step: it belongs to the epoch.
+        if self._batches != steps:
+            self._save_if_due()
 
     def _end_quiet(self) -> None:
         if self._quiet is not None:
@@ -296,8 +279,9 @@ class HDF5Checkpoint(Replicas):
         self._epoch = epoch + 1
         self._batches = self._batches_before = 0
         is_last = self._epoch == self.params.get("epochs") or self.model.stop_training
-        self._is_due = self._is_due or self._save_freq == "epoch" or is_last
+        self._files.end_epoch()
         if is_last:  # `on_train_end` of other callbacks may change the weights
+            self._files.is_due = True
             self._save_if_due()
 
     def on_train_end(self, logs: Any = None) -> None:
@@ -308,9 +292,7 @@ class HDF5Checkpoint(Replicas):
         self._close()
 
     def _save_if_due(self) -> None:
-        if self._is_due and self._manager is not None:
-            self._is_due = False
-            self._manager.save(self._training.step)
+        self._files.save_if_due(self._training.step, (self._epoch, self._batches))
 
     def _prepare(self) -> None:
         """Describe the progress, before a file is written. **Collective**."""
@@ -321,9 +303,7 @@ class HDF5Checkpoint(Replicas):
 
     def _close(self) -> None:
         self._end_quiet()
-        if self._handler is not None:
-            self._handler.close()
-        self._handler = self._manager = None
+        self._files.close()
 
 
 def _take_logs_from_metrics(model: Any) -> None:
@@ -336,7 +316,3 @@ def _take_logs_from_metrics(model: Any) -> None:
         return dict(model.get_metrics_result())
 
     vars(model)[name] = once
-
-
-def _passes_multiple(before: int, after: int, of: Any) -> bool:
-    return bool(before // of != after // of)

@@ -11,19 +11,13 @@ from typing import Any
 
 import mpistrat.torch  # noqa: F401 - its groups are then known to checkpoints
 from mpistrat.arguments import as_integer
+from mpistrat.checkpoint.training_files import EXIT_CODE, SIGNALS, SavedProgress, TrainingFiles
 from mpistrat.lightning import loops
 from mpistrat.lightning.positions import Position, datasets_of
 from mpistrat.lightning.requirements import check_version, load_lightning
 from mpistrat.torch.datasets import HDF5Dataset
 from mpistrat.torch.random_states import own_states, row_of, set_own_states, states_of_ranks
 from mpistrat.torch.ranks import check_trainer_size, from_root, rank_and_size
-from mpistrat.torch.training_files import (
-    EXIT_CODE,
-    SIGNALS,
-    SavedProgress,
-    TrainingFiles,
-    passes_multiple,
-)
 
 _WHAT = "mpistrat.lightning.HDF5Checkpoint"
 _logger = logging.getLogger("mpistrat")
@@ -142,16 +136,14 @@ class HDF5Checkpoint(_Callback):
                     f"{each!r}. A DataLoader of a dataset without these needs no data=."
                 )
         self.restored_path: str | None = None
-        self._directory, self._max_to_keep, self._signals = directory, max_to_keep, tuple(signals)
-        self._every_n_steps = every_n_steps
+        self._files = TrainingFiles(directory, max_to_keep, every_n_steps, signals)
         self._data = [Position(each) for each in given]
         self._trainer: Any = None
-        self._files: TrainingFiles | None = None
         self._progress: SavedProgress
         self._resumed: dict[str, Any] | None = None
         """The progress in the file, until the training has continued there."""
         self._step = 0
-        self._is_due = self._is_deferred = self._has_begun = False
+        self._is_deferred = self._has_begun = False
         self._place = {"epochs": 0, "batches": 0, "in_step": False}
         """Arguments of `loops.progress_of` for the next save."""
         # How the generators were when the iterator of this epoch was created, and now.
@@ -175,7 +167,7 @@ class HDF5Checkpoint(_Callback):
         check_version(trainer.fit_loop, load_lightning().__version__)
         self._trainer = trainer
         self._warn_of_hooks(pl_module)
-        self._is_due = self._is_deferred = self._has_begun = False
+        self._is_deferred = self._has_begun = False
         schedulers = [each.scheduler for each in trainer.lr_scheduler_configs]
         objects = {
             "optimizers": list(trainer.optimizers),
@@ -183,21 +175,14 @@ class HDF5Checkpoint(_Callback):
             "data": self._data,
         }
         self._progress = SavedProgress(self._check)
-        numbers = [signal.Signals(int(each)) for each in self._signals]
         for each in self._data:
             each.begin_epoch()
-        # Before the restore, so that a signal does not end the program meanwhile.
-        self._files = TrainingFiles(
-            {
-                "model": pl_module,
-                **{name: each for name, each in objects.items() if each},
-                "training": self._progress,
-            },
-            *(self._prepare, self._directory, self._max_to_keep, self._signals),
+        objects = {name: each for name, each in objects.items() if each}
+        self.restored_path = self._files.open(
+            self._prepare, {"model": pl_module, **objects, "training": self._progress}
         )
-        own = {each: signal.getsignal(each) for each in numbers}
+        own = {each: signal.getsignal(each) for each in self._files.signals}
         loops.keep_signals(trainer, lambda: _install(own))
-        self.restored_path = self._files.restore()
         self._resumed = None if self.restored_path is None else self._progress.content
         if self._resumed is not None:
             self._resume(self._resumed)
@@ -267,7 +252,7 @@ class HDF5Checkpoint(_Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Continue within the epoch that was interrupted."""
-        if self._files is None:
+        if self._trainer is None:
             return
         fit_loop = trainer.fit_loop
         if self.restored_path is not None:
@@ -340,7 +325,7 @@ class HDF5Checkpoint(_Callback):
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Save the epoch before, or begin the one after the file."""
-        if self._files is None:
+        if self._trainer is None:
             return
         content, self._resumed = self._resumed, None
         if content is not None:
@@ -354,7 +339,7 @@ class HDF5Checkpoint(_Callback):
         if not self._has_begun:
             self._has_begun = True
             return
-        self._is_due = self._is_due or self._every_n_steps is None
+        self._files.end_epoch()
         self._now = own_states()
         for each in self._data:
             each.begin_epoch()
@@ -365,7 +350,7 @@ class HDF5Checkpoint(_Callback):
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
         """Save after the validation that has followed the last step."""
-        if self._files is not None and self._is_deferred:
+        if self._trainer is not None and self._is_deferred:
             fit_loop = trainer.fit_loop
             batches = fit_loop.epoch_loop.batch_progress.current.completed
             self._save_here(fit_loop.epoch_progress.current.processed, batches)
@@ -374,15 +359,14 @@ class HDF5Checkpoint(_Callback):
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Save if it is time to, or if the job is about to end."""
-        if self._files is None:
+        if self._trainer is None:
             return
         before, self._step = self._step, trainer.global_step
         if self._step == before and pl_module.automatic_optimization:
             return  # gradients that are accumulated are not saved
         self._now = own_states()
         fit_loop = trainer.fit_loop
-        if passes_multiple(before, self._step, self._every_n_steps):
-            self._is_due = True
+        self._files.count_steps(before, self._step)
         # What follows the step belongs to it.
         hook = type(pl_module).on_train_batch_end.__qualname__
         self._is_deferred = (
@@ -399,19 +383,19 @@ class HDF5Checkpoint(_Callback):
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Note the random generators, which validation may have used."""
-        if self._files is not None and not trainer.sanity_checking:
+        if self._trainer is not None and not trainer.sanity_checking:
             self._now = own_states()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Save the end of the training."""
-        if self._files is None:
+        if self._trainer is None:
             return
         fit_loop = trainer.fit_loop
         epochs = fit_loop.epoch_progress.current.processed
         progress = fit_loop.epoch_loop.batch_progress.current
         # `max_steps` may end the training within an epoch, which then counts as one that has ended.
         is_whole = loops.ends_epoch(fit_loop) or not progress.completed
-        self._is_due = True
+        self._files.is_due = True
         if is_whole:
             for each in self._data:
                 each.begin_epoch()
@@ -422,14 +406,11 @@ class HDF5Checkpoint(_Callback):
 
     def _save_here(self, epochs: int, batches: int, in_step: bool = False) -> None:
         """End the program if it is preempted, or save if it is time to."""
-        assert self._files is not None
         self._is_deferred = False
         self._place = {"epochs": epochs, "batches": batches, "in_step": in_step}
         step = self._trainer.global_step
         self._files.end_if_preempted(step)
-        if self._is_due:
-            self._is_due = False
-            self._files.save(step)
+        self._files.save_if_due(step)
 
     def _prepare(self) -> None:
         """Describe the progress, before a file is written. **Collective**."""
@@ -463,12 +444,13 @@ class HDF5Checkpoint(_Callback):
         self._close(keeps_signals=is_preempted)
 
     def _close(self, keeps_signals: bool = False) -> None:
-        if self._trainer is not None:
-            loops.forget(self._trainer.fit_loop)
-        if self._files is not None and not keeps_signals:
-            loops.forget_signals(self._trainer)
+        trainer, self._trainer, self._resumed = self._trainer, None, None
+        if trainer is not None:
+            loops.forget(trainer.fit_loop)
+        if not keeps_signals:
+            if trainer is not None:
+                loops.forget_signals(trainer)
             self._files.close()
-        self._files = self._trainer = self._resumed = None
 
 
 def _num_batches(trainer: Any) -> int | None:

@@ -11,9 +11,9 @@ from typing import Any
 
 import mpistrat.torch  # noqa: F401 - its groups are then known to checkpoints
 from mpistrat.arguments import as_integer
+from mpistrat.checkpoint.training_files import SIGNALS, SavedProgress, TrainingFiles
 from mpistrat.torch.random_states import own_states, row_of, set_own_states, states_of_ranks
 from mpistrat.torch.ranks import check_trainer_size, from_root, rank_and_size
-from mpistrat.torch.training_files import SIGNALS, SavedProgress, TrainingFiles, passes_multiple
 from mpistrat.transformers.trainers import ResumingTrainer, load_transformers, trainer_of
 
 _WHAT = "mpistrat.transformers.HDF5Checkpoint"
@@ -114,11 +114,9 @@ class HDF5Checkpoint(_TrainerCallback):
         if every_n_steps is not None:
             every_n_steps = as_integer("every_n_steps", every_n_steps, 1)
         self.restored_path: str | None = None
-        self._directory, self._max_to_keep, self._signals = directory, max_to_keep, tuple(signals)
-        self._every_n_steps = every_n_steps
+        self._files = TrainingFiles(directory, max_to_keep, every_n_steps, signals)
         self._trainer: Any = None
         self._epochs: ResumingTrainer
-        self._files: TrainingFiles | None = None
         self._progress: SavedProgress
         self._resumed: dict[str, Any] | None = None
         """The progress in the file."""
@@ -126,7 +124,7 @@ class HDF5Checkpoint(_TrainerCallback):
         """The epoch in which the training continues, and its updates that an earlier run did."""
         self._epoch = self._updates = -1
         """The epoch, and how many of its updates have ended."""
-        self._is_due = self._is_deferred = self._has_ended = False
+        self._is_deferred = self._has_ended = False
         self._now = own_states()
         """The random generators after the last step, or the evaluation that followed it."""
 
@@ -149,7 +147,7 @@ class HDF5Checkpoint(_TrainerCallback):
         self._trainer = trainer
         self._place = self._resumed = None
         self._epoch, self._updates = -1, 0
-        self._is_due = self._is_deferred = False
+        self._is_deferred = False
         self._progress = SavedProgress(_check)
         scaler = getattr(trainer.accelerator, "scaler", None)
         found = {
@@ -160,12 +158,9 @@ class HDF5Checkpoint(_TrainerCallback):
             "training": self._progress,
         }
         self._epochs = ResumingTrainer(trainer, self._begin, self._set_generators, self._close)
-        # Before the restore, so that a signal does not end the program meanwhile.
-        self._files = TrainingFiles(
-            {name: each for name, each in found.items() if each is not None},
-            *(self._prepare, self._directory, self._max_to_keep, self._signals),
+        self.restored_path = self._files.open(
+            self._prepare, {name: each for name, each in found.items() if each is not None}
         )
-        self.restored_path = self._files.restore()
         if self.restored_path is not None:
             self._resumed = self._progress.content
             self._resume(self._resumed, state)
@@ -219,32 +214,31 @@ class HDF5Checkpoint(_TrainerCallback):
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         """Save the epoch before."""
-        if self._files is None:
+        if not self._files.is_open:
             return
         self._epoch += 1
         resumed = self._resumed
         if resumed is not None and self._epoch <= resumed["epoch"]:
             return  # an earlier run has trained it, or began it
         if self._epoch:
-            self._is_due = self._is_due or self._every_n_steps is None
+            self._files.end_epoch()
             self._now = own_states()
             self._updates = 0
             self._save_here()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         """Save after the evaluation or the log that has followed the last step."""
-        if self._files is not None and self._is_deferred:
+        if self._files.is_open and self._is_deferred:
             self._save_here()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         """Save if it is time to, or if the job is about to end."""
-        if self._files is None:
+        if not self._files.is_open:
             return
         self._now = own_states()
         self._updates += 1
         step = state.global_step
-        if passes_multiple(step - 1, step, self._every_n_steps):
-            self._is_due = True
+        self._files.count_steps(step - 1, step)
         # What follows the step belongs to it.
         self._is_deferred = bool(
             control.should_evaluate
@@ -257,17 +251,17 @@ class HDF5Checkpoint(_TrainerCallback):
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         """Note the random generators, which the evaluation may have used."""
-        if self._files is not None:
+        if self._files.is_open:
             self._now = own_states()
 
     def on_log(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         """Save the end of the training, before the trainer goes back to the best model."""
-        if self._files is not None and "train_runtime" in objects.get("logs", {}):
+        if self._files.is_open and "train_runtime" in objects.get("logs", {}):
             self._save_end()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         """Save the end of the training, and let the signals have their earlier effects."""
-        if self._files is not None:
+        if self._files.is_open:
             if not self._has_ended:
                 self._save_end()
             self._close()
@@ -275,7 +269,7 @@ class HDF5Checkpoint(_TrainerCallback):
     def _save_end(self) -> None:
         if self._resumed is not None and self._step_of_file() == self._trainer.state.global_step:
             return  # nothing was trained
-        self._has_ended = self._is_due = True
+        self._has_ended = self._files.is_due = True
         if self._updates == self._epochs.num_updates:
             self._epoch, self._updates = self._epoch + 1, 0
         self._save_here()
@@ -287,13 +281,10 @@ class HDF5Checkpoint(_TrainerCallback):
 
     def _save_here(self) -> None:
         """End the program if it is preempted, or save if it is time to."""
-        assert self._files is not None
         self._is_deferred = False
         step = self._trainer.state.global_step
         self._files.end_if_preempted(step)
-        if self._is_due:
-            self._is_due = False
-            self._files.save(step)
+        self._files.save_if_due(step)
 
     def _prepare(self) -> None:
         """Describe the progress, before a file is written. **Collective**."""
@@ -316,10 +307,10 @@ class HDF5Checkpoint(_TrainerCallback):
         }
 
     def _close(self) -> None:
-        if self._files is not None:
+        if self._files.is_open:
             self._files.close()
             self._epochs.close()
-        self._files = self._trainer = self._resumed = None
+        self._trainer = self._resumed = None
         self._has_ended = False
 
 

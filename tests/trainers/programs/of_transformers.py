@@ -1,15 +1,15 @@
-"""What the programs share: a tiny model without a download, and a trainer that may stop."""
+"""A tiny model of Hugging Face without a download, and a trainer that may be interrupted."""
 
 import os
-import signal
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import numpy as np
+import shared
 import torch
 import torch.distributed as dist
+from shared import BATCH, EPOCHS, ROWS, rank_and_size
 
-import mpistrat as ms
 import mpistrat.torch as mst
 
 if "WORLD_SIZE" in os.environ:
@@ -23,14 +23,6 @@ import mpistrat.transformers as mt
 
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
-
-ROWS, BATCH, EPOCHS = 72, 12, 3
-STEPS = ROWS // BATCH
-"""Steps of an epoch, on any number of ranks."""
-
-
-def rank_and_size():
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def rows():
@@ -53,22 +45,9 @@ def model(width=8, dropout=0.1):
     return transformers.BertForSequenceClassification(config)
 
 
-class At(transformers.TrainerCallback):
-    """Does something after a step, counted over all epochs."""
-
-    def __init__(self, step, do):
-        self.step, self.do = step, do
-
+class At(shared.At, transformers.TrainerCallback):
     def on_step_end(self, args, state, control, **others):
-        if state.global_step == self.step:
-            self.do()
-
-
-def end(how):
-    """Let the last rank be ended by the scheduler, or by a fault."""
-    rank, size = rank_and_size()
-    if rank == size - 1:
-        os.kill(os.getpid(), {"term": signal.SIGTERM, "kill": signal.SIGKILL}[how])
+        self.reached(state.global_step)
 
 
 class Training:
@@ -111,7 +90,7 @@ class Training:
         )
         self.trainer.remove_callback(transformers.PrinterCallback)
 
-    def train(self):
+    def run(self):
         """Train, and return the values that must not depend on interruptions."""
         self.trainer.train()
         state = self.trainer.state
@@ -124,46 +103,3 @@ class Training:
             "flos": state.total_flos,
             "patience": self.stopping.early_stopping_patience_counter,
         }
-
-
-def exit_code(training):
-    """Return the exit code by which `train` ends the program, with usual signals afterwards."""
-    try:
-        training.train()
-    except SystemExit as error:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        return error.code
-    return None
-
-
-def assert_equal(found, expected, rtol=1e-6, atol=0.0):
-    assert found.keys() == set(expected)
-    for name, value in found.items():
-        np.testing.assert_allclose(value, expected[name], rtol=rtol, atol=atol, err_msg=name)
-
-
-def shared_folder(folder, name):
-    """Return the path of a folder, once all ranks are here."""
-    if dist.is_initialized():
-        dist.barrier()
-    return os.path.join(folder, name)
-
-
-__all__ = [
-    "BATCH",
-    "EPOCHS",
-    "STEPS",
-    "At",
-    "Training",
-    "assert_equal",
-    "dist",
-    "end",
-    "exit_code",
-    "model",
-    "ms",
-    "mt",
-    "np",
-    "rank_and_size",
-    "shared_folder",
-    "transformers",
-]

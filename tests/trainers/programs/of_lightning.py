@@ -1,13 +1,14 @@
-"""What the programs share: a small module with data, and a trainer that may be interrupted."""
+"""A small module of Lightning with data, and a trainer that may be interrupted."""
 
 import os
-import signal
 import warnings
 
 import lightning.pytorch as pl
 import numpy as np
+import shared
 import torch
 import torch.distributed as dist
+from shared import BATCH, EPOCHS, ROWS, rank_and_size
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -18,17 +19,14 @@ import mpistrat.torch as mst
 warnings.filterwarnings("ignore", module="lightning")
 torch.set_num_threads(1)
 
-ROWS, BATCH, EPOCHS = 72, 12, 3
-STEPS = ROWS // BATCH
-"""Steps of an epoch, on any number of ranks."""
+if "TORCHELASTIC_RUN_ID" in os.environ:
+    dist.init_process_group("gloo")
+elif os.environ.get("ON_MPI"):
+    mst.init()
 
 
 def rows():
     return np.random.default_rng(7).random((ROWS, 4), dtype=np.float32)
-
-
-def rank_and_size():
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 class Network(pl.LightningModule):
@@ -60,22 +58,9 @@ class Network(pl.LightningModule):
         return [optimizer], [{"scheduler": plateau, "monitor": "test", "interval": "epoch"}]
 
 
-class At(pl.Callback):
-    """Does something after a step, counted over all epochs."""
-
-    def __init__(self, step, do):
-        self.step, self.do = step, do
-
+class At(shared.At, pl.Callback):
     def on_train_batch_end(self, trainer, *others):
-        if trainer.global_step == self.step:
-            self.do()
-
-
-def end(how):
-    """Let the last rank be ended by the scheduler, or by a fault."""
-    rank, size = rank_and_size()
-    if rank == size - 1:
-        os.kill(os.getpid(), {"term": signal.SIGTERM, "kill": signal.SIGKILL}[how])
+        self.reached(trainer.global_step)
 
 
 class Training:
@@ -108,7 +93,7 @@ class Training:
             **{**usual, **trainer},
         )
 
-    def fit(self):
+    def run(self):
         """Train, and return the values that must not depend on interruptions."""
         torch.manual_seed(11 + rank_and_size()[0])
         test = TensorDataset(torch.from_numpy(rows()[:12]))
@@ -128,26 +113,3 @@ def weights_of(model):
     tensors = [each.detach() for each in model.parameters()]
     whole = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in tensors]
     return torch.cat([each.flatten() for each in whole]).numpy()
-
-
-def exit_code(training):
-    """Return the exit code by which `fit` ends the program, with usual signals afterwards."""
-    try:
-        training.fit()
-    except SystemExit as error:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        return error.code
-    return None
-
-
-def assert_equal(found, expected, rtol=1e-6, atol=0.0):
-    assert found.keys() == set(expected)
-    for name, value in found.items():
-        np.testing.assert_allclose(value, expected[name], rtol=rtol, atol=atol, err_msg=name)
-
-
-def shared_folder(folder, name):
-    """Return the path of a folder, once all ranks are here."""
-    if dist.is_initialized():
-        dist.barrier()
-    return os.path.join(folder, name)
