@@ -10,6 +10,7 @@ from pathlib import Path
 from benchmarks.data_layouts import LAYOUTS, measure_layouts, write_layouts
 from benchmarks.data_maps import MAPS, measure_maps, write_packed
 from benchmarks.data_peers import NUM_LOADED, loader_reads, read_mapped, record_reads, write_mapped
+from benchmarks.data_stores import store_reads
 from benchmarks.data_windows import WINDOWS, WINDOWS_TABLE, measure_windows
 from mpistrat.bench.benchmark import RESULTS, Choices, Findings, Row
 from mpistrat.bench.data import BENCHMARK as PLAIN
@@ -24,7 +25,14 @@ def measure(choices: Choices) -> Findings:
     """Time passes of all ranks together over images and rows. **Collective** over COMM_WORLD."""
     found = measure_beside(choices, _peers, _tables)
     names = [str(row["what"]) for row in found.tables[RESULTS]]
-    packages = {"PyTorch": "torch", "lmdb": "LMDB", "array_record": "Array"}
+    packages = {
+        "PyTorch": "torch",
+        "lmdb": "LMDB",
+        "array_record": "Array",
+        "pyfive": "pyfive",
+        "grain": "Grain",
+        "virtualizarr, icechunk, zarrs or obstore": "zarrs",
+    }
     missing = [
         f"{package} is not installed, so it is left out."
         for package, part in packages.items()
@@ -41,7 +49,8 @@ def _peers(folder: Path, num_examples: int) -> dict[str, Peer]:
     loader = loader_reads(folder / "gzip.h5")
     if loader is not None:
         peers[_LOADER] = Peer(loader, NUM_LOADED)
-    return peers | {name: Peer(read, num_examples) for name, read in record_reads(folder).items()}
+    reads = record_reads(folder) | store_reads(folder)
+    return peers | {name: Peer(read, num_examples) for name, read in reads.items()}
 
 
 def _tables(strategy: Strategy, folder: Path, choices: Choices) -> Mapping[str, Sequence[Row]]:
@@ -55,7 +64,7 @@ def _tables(strategy: Strategy, folder: Path, choices: Choices) -> Mapping[str, 
 
 BENCHMARK = replace(
     PLAIN,
-    summary="epochs of HDF5 files of images, compared with h5py, PyTorch, LMDB and ArrayRecord",
+    summary="epochs of HDF5 files of images, compared with h5py, PyTorch, LMDB, Grain and others",
     measure=measure,
     tables=(*PLAIN.tables, LAYOUTS, WINDOWS_TABLE, MAPS),
 )

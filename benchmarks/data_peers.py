@@ -16,7 +16,8 @@ from mpistrat.hdf5 import h5py
 from mpistrat.pytorch import import_torch
 
 NUM_LOADED = 8 * BATCH_SIZE
-_NUM_WORKERS = 2
+_NUM_WORKERS = NUM_THREADS = 2
+IMAGE_SHAPE = (32, 32, 3)
 _NUM_AT_ONCE = 20_000
 
 
@@ -123,15 +124,22 @@ def _read_lmdb(database: Any) -> None:
         _read_records(read, database.stat()["entries"])
 
 
+def write_records(folder: Path) -> str:
+    """Write the images as ArrayRecord, and return the path of the file."""
+    records = importlib.import_module("array_record.python.array_record_module")
+    path = folder / "image.array_record"
+    if not path.exists():
+        writer = records.ArrayRecordWriter(str(path), "group_size:1")
+        for row in np.load(folder / "image.npy", mmap_mode="r"):
+            writer.write(row.tobytes())
+        writer.close()
+    return str(path)
+
+
 def _array_record(records: Any, folder: Path) -> Callable[[], None]:
     """Write the images as ArrayRecord, and return what reads them."""
-    path = str(folder / "image.array_record")
-    writer = records.ArrayRecordWriter(path, "group_size:1")
-    for row in np.load(folder / "image.npy", mmap_mode="r"):
-        writer.write(row.tobytes())
-    writer.close()
     options = "readahead_buffer_size:0,index_storage_option:in_memory"
-    reader = records.ArrayRecordReader(path, options)
+    reader = records.ArrayRecordReader(write_records(folder), options)
     return partial(_read_records, lambda rows: reader.read(rows.tolist()), reader.num_records())
 
 
