@@ -82,9 +82,6 @@ class Operations:
         opts = opts or c10d.AllreduceOptions()
 
         def body(call: CollectiveCall) -> None:
-            if len(tensors) == 1 and tensors[0].layout is torch.sparse_coo:
-                tensor_reductions.all_reduce_sparse(call, opts.reduceOp, tensors[0])
-                return
             for each in tensors:
                 check_writable(subject(call), each)
             tensor_reductions.all_reduce_together(call, opts.reduceOp, tensors)

@@ -178,7 +178,7 @@ def all_reduce_together(call: CollectiveCall, op: Any, tensors: Sequence[torch.T
     So torch's groups treat several tensors of a rank: as if each were the tensor of one more rank.
     """
     if len(tensors) == 1:
-        all_reduce(call, op, tensors)
+        _all_reduce_one(call, op, tensors[0])
         return
     combined = _OF_OWN_TENSORS.get(getattr(op, "op", op))
     if combined is None or len({described(each) for each in tensors}) != 1:
@@ -188,9 +188,18 @@ def all_reduce_together(call: CollectiveCall, op: Any, tensors: Sequence[torch.T
             "allreduce_coalesced to reduce each tensor on its own."
         )
     joint = functools.reduce(combined, [each.detach() for each in tensors])
-    all_reduce(call, op, [joint])
-    for each in tensors:
-        each.detach().copy_(joint)
+    _all_reduce_one(call, op, joint)
+    # detach() of a sparse tensor would be a copy.
+    with torch.no_grad():
+        for each in tensors:
+            each.copy_(joint)
+
+
+def _all_reduce_one(call: CollectiveCall, op: Any, tensor: torch.Tensor) -> None:
+    if tensor.layout is torch.sparse_coo:
+        all_reduce_sparse(call, op, tensor)
+    else:
+        all_reduce(call, op, [tensor])
 
 
 def _combine_bits(call: CollectiveCall, bitwise: _Bitwise, array: np.ndarray) -> None:

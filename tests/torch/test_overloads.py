@@ -144,6 +144,18 @@ def test_several_tensors_of_a_rank_are_reduced_as_those_of_several_ranks(
     assert [int(each) for each in tensors] == [expected(list(range(2 * size)))] * 2
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+def test_several_sparse_tensors_of_a_rank_are_added_up(rank, size, world):
+    tensors = []
+    for place in (2 * rank, 2 * rank + 1):
+        dense = torch.zeros(2 * size)
+        dense[place] = rank + 1.0
+        tensors.append(dense.to_sparse())
+    world.allreduce(tensors).wait()
+    expected = [place // 2 + 1.0 for place in range(2 * size)]
+    assert [each.to_dense().tolist() for each in tensors] == [expected] * 2
+
+
 def test_several_tensors_must_be_alike_and_have_no_average(world):
     for tensors, op in (
         ([torch.ones(2), torch.ones(3)], dist.ReduceOp.SUM),
