@@ -78,15 +78,13 @@ class Operations:
 
     @overloaded
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> GroupWork:
-        """Reduce `tensors` in place."""
+        """Reduce `tensors` in place; several on a rank count as those of several ranks."""
         opts = opts or c10d.AllreduceOptions()
 
         def body(call: CollectiveCall) -> None:
-            if tensors[0].layout is torch.sparse_coo:
-                tensor_reductions.all_reduce_sparse(call, opts.reduceOp, tensors[0])
-            else:
-                check_writable(subject(call), tensors[0])
-                tensor_reductions.all_reduce(call, opts.reduceOp, tensors)
+            for each in tensors:
+                check_writable(subject(call), each)
+            tensor_reductions.all_reduce_together(call, opts.reduceOp, tensors)
 
         return self.issue("torch.all_reduce", body, tensors, opts)
 
@@ -148,9 +146,9 @@ class Operations:
 
     @overloaded
     def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> GroupWork:
-        """Overwrite the tensor with the tensor of one rank."""
+        """Overwrite the tensors with one tensor of one rank."""
         opts = opts or c10d.BroadcastOptions()
-        (tensor,) = tensors
+        tensor = tensors[opts.rootTensor]
 
         def body(call: CollectiveCall) -> None:
             root = opts.rootRank
@@ -162,6 +160,9 @@ class Operations:
             Broadcast(root).forward(call, [array], out=[array])
             if not is_root:
                 operand.give_back()
+            for each in tensors:
+                if each is not tensor:
+                    each.detach().copy_(tensor)
 
         return self.issue("torch.broadcast", body, tensors, opts)
 
@@ -206,7 +207,7 @@ class Operations:
             if whole is not None:
                 hand_out(whole, targets)
 
-        return self.issue("torch.gather", body, outputs, opts)
+        return self.issue("torch.gather", body, parts, opts)
 
     def gather_single(
         self, output: torch.Tensor, source: torch.Tensor, opts: Any = None
@@ -239,7 +240,8 @@ class Operations:
             (whole,) = gather_flat(call, [source.bytes], [counts])
             hand_out(whole, targets)
 
-        return self.issue("torch.all_gather", body, outputs, opts)
+        # Callers of torch expect a flat list of the work and of its future.
+        return self.issue("torch.all_gather", body, received, opts)
 
     def all_gather_single(
         self, output: torch.Tensor, source: torch.Tensor, opts: Any = None

@@ -115,7 +115,8 @@ class Group(Operations, Messages):
         opts = dist.BarrierOptions()
         opts.asyncOp = False
         if timeout is not None:
-            opts.timeout = timeout
+            # Of an operation, 0 means no limit of its own.
+            opts.timeout = max(timeout, timedelta(milliseconds=1))
         self.barrier(opts).wait()
 
     def _get_sequence_number_for_group(self) -> int:

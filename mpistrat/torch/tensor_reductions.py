@@ -51,6 +51,15 @@ _BITWISE = {
     _RedOp.BOR: _Bitwise(MPI.BOR, np.bitwise_or),
     _RedOp.BXOR: _Bitwise(MPI.BXOR, np.bitwise_xor),
 }
+_OF_OWN_TENSORS = {
+    _RedOp.SUM: torch.add,
+    _RedOp.PRODUCT: torch.mul,
+    _RedOp.MIN: torch.minimum,
+    _RedOp.MAX: torch.maximum,
+    _RedOp.BAND: torch.bitwise_and,
+    _RedOp.BOR: torch.bitwise_or,
+    _RedOp.BXOR: torch.bitwise_xor,
+}
 _OF_BOOL = {ReduceOp.SUM: ReduceOp.MAX, ReduceOp.PROD: ReduceOp.MIN}
 """The sum of bools is their logical or, the product their logical and."""
 
@@ -161,6 +170,36 @@ def all_reduce(call: CollectiveCall, op: Any, tensors: Sequence[torch.Tensor]) -
             return
     for operand in operands:
         operand.give_back()
+
+
+def all_reduce_together(call: CollectiveCall, op: Any, tensors: Sequence[torch.Tensor]) -> None:
+    """Reduce over all tensors of all ranks, and overwrite each with the result. **Collective**.
+
+    So torch's groups treat several tensors of a rank: as if each were the tensor of one more rank.
+    """
+    if len(tensors) == 1:
+        _all_reduce_one(call, op, tensors[0])
+        return
+    combined = _OF_OWN_TENSORS.get(getattr(op, "op", op))
+    if combined is None or len({described(each) for each in tensors}) != 1:
+        raise ValueError(
+            f"{subject(call)}: expected one tensor, or several of one dtype and shape with an "
+            f"operator other than AVG, not {op} of {[*map(described, tensors)]}. Use "
+            "allreduce_coalesced to reduce each tensor on its own."
+        )
+    joint = functools.reduce(combined, [each.detach() for each in tensors])
+    _all_reduce_one(call, op, joint)
+    # detach() of a sparse tensor would be a copy.
+    with torch.no_grad():
+        for each in tensors:
+            each.copy_(joint)
+
+
+def _all_reduce_one(call: CollectiveCall, op: Any, tensor: torch.Tensor) -> None:
+    if tensor.layout is torch.sparse_coo:
+        all_reduce_sparse(call, op, tensor)
+    else:
+        all_reduce(call, op, [tensor])
 
 
 def _combine_bits(call: CollectiveCall, bitwise: _Bitwise, array: np.ndarray) -> None:

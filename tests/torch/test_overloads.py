@@ -1,5 +1,7 @@
 """Methods of a group take both forms of torch's arguments."""
 
+import functools
+import operator
 from datetime import timedelta
 
 import pytest
@@ -123,3 +125,63 @@ def test_nesting():
     assert nested([tensor], 2) == [[tensor]]
     assert nested([[tensor]], 2) == [[tensor]]
     assert nested([], 2) == []
+
+
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [
+        (dist.ReduceOp.SUM, lambda values: sum(values)),
+        (dist.ReduceOp.MIN, min),
+        (dist.ReduceOp.MAX, max),
+        (dist.ReduceOp.BXOR, lambda values: functools.reduce(operator.xor, values)),
+    ],
+)
+def test_several_tensors_of_a_rank_are_reduced_as_those_of_several_ranks(
+    rank, size, world, op, expected
+):
+    tensors = [torch.tensor([2 * rank]), torch.tensor([2 * rank + 1])]
+    world.allreduce(tensors, op).wait()
+    assert [int(each) for each in tensors] == [expected(list(range(2 * size)))] * 2
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+def test_several_sparse_tensors_of_a_rank_are_added_up(rank, size, world):
+    tensors = []
+    for place in (2 * rank, 2 * rank + 1):
+        dense = torch.zeros(2 * size)
+        dense[place] = rank + 1.0
+        tensors.append(dense.to_sparse())
+    world.allreduce(tensors).wait()
+    expected = [place // 2 + 1.0 for place in range(2 * size)]
+    assert [each.to_dense().tolist() for each in tensors] == [expected] * 2
+
+
+def test_several_tensors_must_be_alike_and_have_no_average(world):
+    for tensors, op in (
+        ([torch.ones(2), torch.ones(3)], dist.ReduceOp.SUM),
+        ([torch.ones(2), torch.ones(2)], dist.ReduceOp.AVG),
+        ([], dist.ReduceOp.SUM),
+    ):
+        with pytest.raises(ValueError, match="expected one tensor, or several"):
+            world.allreduce(tensors, op).wait()
+
+
+@pytest.mark.parametrize("chosen", [0, 1])
+def test_all_tensors_of_all_ranks_become_the_chosen_one_of_the_root(rank, size, world, chosen):
+    options = c10d.BroadcastOptions()
+    options.rootRank, options.rootTensor = size - 1, chosen
+    tensors = [own(2 * rank), own(2 * rank + 1)]
+    world.broadcast(tensors, options).wait()
+    assert [each.tolist() for each in tensors] == [[2.0 * (size - 1) + chosen] * 2] * 2
+
+
+def test_works_have_flat_lists(rank, size, world):
+    received = [torch.empty(2) for _ in range(size)]
+    work = world.allgather([received], [own(rank)])
+    of_root = [[torch.empty(2) for _ in range(size)]] if rank == 0 else []
+    gathered = world.gather(of_root, [own(rank)], root=0)
+    expected = [[float(each)] * 2 for each in range(size)]
+    assert [each.tolist() for each in work.get_future().wait()] == expected
+    assert [each.tolist() for each in work.result()] == expected
+    future = gathered.get_future().wait()
+    assert [each.tolist() for each in future] == (expected if rank == 0 else [])

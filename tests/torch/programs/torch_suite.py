@@ -51,8 +51,16 @@ class Suite(DistributedTest._DistTestBase, TestCase):
     file_name = os.path.join(os.environ["TEMP_DIR"], "file")
     init_method = "mpi://"
 
-    def _barrier(self, *args, **kwargs):
-        COMM.Barrier()
+    barriers = None
+    """Communicator of one test, because a rank whose test fails leaves the others waiting."""
+
+    def _barrier(self, wait_for=None, timeout=60):
+        arrival = self.barriers.Ibarrier()
+        end = time.monotonic() + timeout
+        while not arrival.Test():
+            if time.monotonic() > end:
+                raise RuntimeError("barrier timeout")
+            time.sleep(0.001)
 
 
 def outcome_of(name):
@@ -85,7 +93,9 @@ def main():
         dist.init_process_group(
             GROUP_BACKEND, init_method="mpi://", timeout=timedelta(seconds=limit_s)
         )
-        outcomes = COMM.gather(outcome_of(name))
+        Suite.barriers = COMM.Dup()
+        # On all ranks: like torch's own runner, none destroys its group while others need it.
+        outcomes = COMM.allgather(outcome_of(name))
         if dist.is_initialized():
             dist.destroy_process_group()
         if COMM.rank == 0:
