@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine.job import STAGES, can_trace, count_job
+from benchmarks.machine import STAGES
+from benchmarks.machine.job import can_trace, count_job
 from mpistrat.bench.measure import describe_machine
 from mpistrat.cli.output import print_line, print_table
 from mpistrat.mpi.world import open_world

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,7 @@ _LOOKS = (
     *("readlink", "readlinkat", "getdents", "getdents64", "getcwd"),
 )
 TRACED = ("%file", "getdents64", "socket", "connect", "accept", "accept4")
-"""What strace records. With ``?`` in front, so that it may lack on an architecture."""
+"""Classes and names of the system calls that strace records."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Standing:
 def read_process(pid: int) -> Standing:
     """Return what a running process of this machine holds."""
     root = Path(f"/proc/{pid}")
-    names = [os.readlink(each) for each in (root / "fd").iterdir()]
+    names = list(_targets(root / "fd"))
     sums = _fields((root / "smaps_rollup").read_text())
     status = _fields((root / "status").read_text())
     return Standing(
@@ -86,6 +87,13 @@ def read_process(pid: int) -> Standing:
         page_tables=status["VmPTE"],
         mapped=_shared_maps((root / "maps").read_text()),
     )
+
+
+def _targets(folder: Path) -> Iterator[str]:
+    for each in folder.iterdir():
+        # A process that reads itself has listed the descriptor of the listing too.
+        with contextlib.suppress(FileNotFoundError):
+            yield os.readlink(each)
 
 
 def _fields(text: str) -> dict[str, int]:

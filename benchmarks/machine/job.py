@@ -23,21 +23,9 @@ from mpistrat.mpi.mpiexec import mpiexec
 from mpistrat.system.processes import Program
 from mpistrat.testing import launch
 
-STAGES = {
-    "plain": "NumPy and mpi4py alone",
-    "imported": "and `import mpistrat`",
-    "strategy": "and `MPIStrategy()`, one `reduce`",
-    "step": "and one training step from HDF5",
-    "checkpoint": "and a save and a restore",
-    "torch": "PyTorch, NumPy and mpi4py alone",
-    "torch_mpistrat": "and `mst.init()`, one `all_reduce`",
-    "torch_gloo": "or gloo in place of it",
-}
-"""What the ranks do, by the name of the function in rank.py."""
-
 _POLL_S = 0.2
 _SAMPLE = "0 1 2 3"
-"""Ranks whose system calls are traced, and the last one: all others do what rank 1 does."""
+"""Ranks whose system calls are traced, besides the last one. Most ranks do what rank 1 does."""
 
 
 def count_job(stage: str, num_ranks: int, limit_s: float) -> dict[str, Any]:
@@ -71,7 +59,7 @@ def _standing_job(stage: str, num_ranks: int, limit_s: float) -> Iterator[tuple[
     with tempfile.TemporaryDirectory(prefix="mpistrat-machine-") as name:
         folder = Path(name)
         _write_data(folder / rank.DATA)
-        # Otherwise the many ranks of a core would burn their time in MPI's busy waits.
+        # Otherwise the many ranks of a core would spend their time in MPI's busy waits.
         variables = launch.environment({"MPIR_CVAR_POLLS_BEFORE_YIELD": "1"})
         command = [*mpiexec(num_ranks), *_traced(folder, num_ranks)]
         command += [sys.executable, str(Path(rank.__file__)), stage, str(folder)]
@@ -101,7 +89,8 @@ def _traced(folder: Path, num_ranks: int) -> list[str]:
     """Return the beginning of a command that traces the sample of the ranks."""
     if not can_trace():
         return []
-    traced = "--trace=" + ",".join(f"?{each}" if "%" not in each else each for each in TRACED)
+    # Some architectures lack some of the calls: strace ignores these after "?".
+    traced = "--trace=" + ",".join(each if each[0] == "%" else f"?{each}" for each in TRACED)
     strace = ["strace", "-f", "-qq", "--seccomp-bpf", traced, "--signal=none"]
     script = (
         "r=${PMI_RANK:-$OMPI_COMM_WORLD_RANK}; "

@@ -62,14 +62,15 @@ def step(folder):
 
     made.run(train, args=next(iter(batches)))
     plain(folder)
-    return ms.Checkpoint(weights=weights, optimizer=optimizer, batches=batches)
+    return {"weights": weights, "optimizer": optimizer, "batches": batches}
 
 
 def checkpoint(folder):
     """Save that and restore it."""
     import mpistrat as ms
 
-    manager = ms.CheckpointManager(step(folder), f"{folder}/checkpoints", max_to_keep=2)
+    saved = ms.Checkpoint(**step(folder))
+    manager = ms.CheckpointManager(saved, f"{folder}/checkpoints", max_to_keep=2)
     manager.save(step=1)
     assert manager.restore_or_initialize() is not None
     plain(folder)
@@ -112,7 +113,7 @@ def torch_gloo(folder):
 
 
 def main(stage, folder):
-    """Do the work, report the process to the benchmark, and wait for its leave."""
+    """Do the work of `stage`, report this process to the benchmark, and wait until it has counted."""
     globals()[stage](folder)
     os.access(f"{folder}/{MARK}", os.F_OK)
     # The name is complete before anybody can see it.
