@@ -18,7 +18,7 @@ _POLL_S = 0.2
 
 def plain(folder):
     """Import NumPy and mpi4py."""
-    import numpy  # noqa: F401, ICN001
+    import numpy  # noqa: F401
     from mpi4py import MPI
 
     MPI.COMM_WORLD.Barrier()
@@ -113,7 +113,7 @@ def torch_gloo(folder):
 
 
 def main(stage, folder):
-    """Do the work of `stage`, report this process to the benchmark, and wait until it has counted."""
+    """Do the work of a stage, report this process to the benchmark, and wait for its end."""
     globals()[stage](folder)
     os.access(f"{folder}/{MARK}", os.F_OK)
     # The name is complete before anybody can see it.

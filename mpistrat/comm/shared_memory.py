@@ -253,11 +253,11 @@ _ARENA_BYTES = 2**26
 _ROUND_BYTES = 2**14
 _ROUND_HEAD = 64
 _PAGE = mmap.PAGESIZE
-# First the lines and halves of the rounds of all ranks. Every rank reads all of them, and the kernel
-# keeps a page of its tables per 2 MiB from which a process reads. Stored far apart, they would cost
-# each rank 4 KiB per other rank. Then for each rank the line and the halves of the reductions and
-# of the background reductions, and the arena. The additional page of each holds the heads of the
-# line and of its halves, and keeps the starts at whole pages.
+# First the lines and halves of the rounds of all ranks. Every rank reads all of them, and the
+# kernel keeps a page of its tables per 2 MiB from which a process reads. Stored far apart, they
+# would cost each rank 4 KiB per other rank. Then for each rank the line and the halves of the
+# reductions and of the background reductions, and the arena. The additional page of each holds the
+# heads of the line and of its halves, and keeps the starts at whole pages.
 _ROUND_SEQUENCE_BYTES = -(-2 * _ROUND_BYTES // _PAGE) * _PAGE + _PAGE
 _BACKGROUND_START = _PAGE + 2 * _HALF_BYTES
 _ARENA_START = 2 * _BACKGROUND_START
