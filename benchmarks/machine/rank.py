@@ -8,6 +8,7 @@ It is started by its path, because importing the package of the benchmarks would
 import os
 import sys
 import time
+from typing import Any
 
 MARK = "end of the work"
 """Name of a file that is looked for after the work. A trace of the system calls ends there."""
@@ -16,7 +17,7 @@ _LIMIT_S = 1200.0
 _POLL_S = 0.2
 
 
-def plain(folder):
+def plain(folder: str) -> None:
     """Import NumPy and mpi4py."""
     import numpy  # noqa: F401
     from mpi4py import MPI
@@ -24,14 +25,14 @@ def plain(folder):
     MPI.COMM_WORLD.Barrier()
 
 
-def imported(folder):
+def imported(folder: str) -> None:
     """Import mpistrat too."""
     import mpistrat  # noqa: F401
 
     plain(folder)
 
 
-def strategy(folder):
+def strategy(folder: str) -> Any:
     """Create a strategy, and reduce a number with it."""
     import mpistrat as ms
 
@@ -41,7 +42,7 @@ def strategy(folder):
     return made
 
 
-def step(folder):
+def step(folder: str) -> dict[str, Any]:
     """Train one step with a batch of an HDF5 file."""
     import numpy as np
 
@@ -54,7 +55,7 @@ def step(folder):
     dataset = ms.data.Dataset.from_hdf5(f"{folder}/{DATA}", ("image", "label"))
     batches = made.distribute_dataset(dataset.shuffle(seed=0).batch(1024).repeat())
 
-    def train(image, label):
+    def train(image: Any, label: Any) -> None:
         x = image.reshape(-1, 64) / 16
         p = np.exp(x @ weights.value())
         p /= p.sum(axis=1, keepdims=True)
@@ -65,7 +66,7 @@ def step(folder):
     return {"weights": weights, "optimizer": optimizer, "batches": batches}
 
 
-def checkpoint(folder):
+def checkpoint(folder: str) -> None:
     """Save that and restore it."""
     import mpistrat as ms
 
@@ -76,14 +77,14 @@ def checkpoint(folder):
     plain(folder)
 
 
-def torch(folder):
+def torch(folder: str) -> None:
     """Import PyTorch, NumPy and mpi4py."""
     import torch.distributed  # noqa: F401
 
     plain(folder)
 
 
-def torch_mpistrat(folder):
+def torch_mpistrat(folder: str) -> None:
     """Start torch.distributed with mpistrat, and reduce a tensor."""
     import torch
     import torch.distributed as dist
@@ -97,7 +98,7 @@ def torch_mpistrat(folder):
     plain(folder)
 
 
-def torch_gloo(folder):
+def torch_gloo(folder: str) -> None:
     """Start torch.distributed with gloo, and reduce a tensor."""
     import torch
     import torch.distributed as dist
@@ -112,7 +113,7 @@ def torch_gloo(folder):
     plain(folder)
 
 
-def main(stage, folder):
+def main(stage: str, folder: str) -> None:
     """Do the work of a stage, report this process to the benchmark, and wait for its end."""
     globals()[stage](folder)
     os.access(f"{folder}/{MARK}", os.F_OK)

@@ -83,7 +83,7 @@ def two_nodes(rate: str) -> Iterator[tuple[Node, Node]]:
             _run("ip", "link", "set", end, "netns", str(node.pid))
         for node, end in zip(nodes, ends, strict=True):
             node.run("sh", "-ec", _setup(node, end, rate, hosts))
-        yield nodes
+        yield nodes[0], nodes[1]
 
 
 def _setup(node: Node, device: str, rate: str, hosts: Path) -> str:
