@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.machine import STAGES
 from mpistrat.mpi.mpiexec import mpiexec
 from mpistrat.system.text import readable_size, readable_time
 from mpistrat.testing import launch
@@ -39,6 +40,7 @@ RUNS = {
     "checkpoint, 1 rank": (1, ["mpistrat", "bench", "checkpoint", "--samples", "5"]),
     "checkpoint, 2 ranks": (2, ["mpistrat", "bench", "checkpoint", "--samples", "5"]),
     "scaling, 2 nodes": (2, ["tools.scaling"]),
+    "machine": (1, ["benchmarks.machine", "--memory", "6"]),  # it starts its ranks itself
 }
 """Number of ranks and arguments of ``python -m`` for each benchmark."""
 
@@ -227,6 +229,47 @@ def _predicted(reports: Reports) -> Iterator[str]:
         yield _line(readable_size(size), *times, ", ".join(sorted(rules)))
 
 
+_OF_A_RANK = {
+    "opens": "files opened",
+    "looks": "looked for",
+    "descriptors": "descriptors",
+    "sockets": "sockets",
+    "threads": "threads",
+    "anonymous": "own memory",
+    "page_tables": "page tables",
+}
+"""What the page of the machine lists per rank, by its key in the report."""
+
+
+def _of_a_rank(reports: Reports) -> Iterator[str]:
+    rows = reports["machine"]["results"]
+    yield _line("what a rank does", "ranks", *_OF_A_RANK.values())
+    yield "|---" * (len(_OF_A_RANK) + 2) + "|"
+    for stage, title in STAGES.items():
+        row = max((row for row in rows if row["stage"] == stage), key=lambda row: row["num_ranks"])
+        cells = (_amount(key, row[key]) for key in _OF_A_RANK)
+        yield _line(title, str(row["num_ranks"]), *cells)
+
+
+def _growth(reports: Reports) -> Iterator[str]:
+    rows = {(row["stage"], row["num_ranks"]): row for row in reports["machine"]["results"]}
+    counts = sorted(num_ranks for stage, num_ranks in rows if stage == "strategy")
+    yield _line("`MPIStrategy()` adds", *(f"{n} rank{'s' * (n > 1)}" for n in counts))
+    yield "|---" * (len(counts) + 1) + "|"
+    for key, title in _OF_A_RANK.items():
+        added = (rows["strategy", n][key] - rows["plain", n][key] for n in counts)
+        yield _line(f"{title}, per rank", *(_amount(key, each) for each in added))
+    added = (
+        rows["strategy", n]["shared_of_job"] - rows["plain", n]["shared_of_job"] for n in counts
+    )
+    yield _line("shared memory, of the job", *(readable_size(each) for each in added))
+
+
+def _amount(key: str, value: float) -> str:
+    is_size = key in ("anonymous", "page_tables", "shared_of_job")
+    return readable_size(round(value)) if is_size else f"{value:,.0f}"
+
+
 TABLES = (
     Table("docs/performance.md", "six figures", _six),
     Table("docs/benchmarks/scaling.md", "fitted constants", _fitted),
@@ -235,6 +278,8 @@ TABLES = (
     Table("docs/benchmarks/data.md", "data", _data),
     Table("docs/benchmarks/data.md", "large data", _large_data),
     Table("docs/benchmarks/checkpoints.md", "checkpoint", _checkpoint),
+    Table("docs/benchmarks/machine.md", "one rank", _of_a_rank),
+    Table("docs/benchmarks/machine.md", "growth", _growth),
 )
 
 

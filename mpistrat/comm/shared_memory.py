@@ -253,13 +253,16 @@ _ARENA_BYTES = 2**26
 _ROUND_BYTES = 2**14
 _ROUND_HEAD = 64
 _PAGE = mmap.PAGESIZE
-# For each rank, one behind the other: the line and the halves of the rounds, of the reductions and
-# of the background reductions, and the arena. The additional page of each holds the heads of the
-# line and of its halves, and keeps the starts at whole pages.
-_ROUND_SEQUENCE_BYTES = 2 * _ROUND_BYTES + _PAGE
-_BACKGROUND_START = _ROUND_SEQUENCE_BYTES + _PAGE + 2 * _HALF_BYTES
-_ARENA_START = -(-(_BACKGROUND_START + _PAGE + 2 * _HALF_BYTES) // _PAGE) * _PAGE
-_BYTES_PER_RANK = _ARENA_START + _ARENA_BYTES
+# First the lines and halves of the rounds of all ranks. Every rank reads all of them, and the
+# kernel keeps a page of its tables per 2 MiB from which a process reads. Stored far apart, they
+# would cost each rank 4 KiB per other rank. Then for each rank the line and the halves of the
+# reductions and of the background reductions, and the arena. The additional page of each holds the
+# heads of the line and of its halves, and keeps the starts at whole pages.
+_ROUND_SEQUENCE_BYTES = -(-2 * _ROUND_BYTES // _PAGE) * _PAGE + _PAGE
+_BACKGROUND_START = _PAGE + 2 * _HALF_BYTES
+_ARENA_START = 2 * _BACKGROUND_START
+_BYTES_OF_DATA = _ARENA_START + _ARENA_BYTES
+_BYTES_PER_RANK = _ROUND_SEQUENCE_BYTES + _BYTES_OF_DATA
 
 # These must be changed together with the enum and `struct sequence` of native/sequences.c and .h.
 _HAS_LEFT = 24
@@ -327,21 +330,27 @@ class NodeMemory:
         self.library = library
         self._memory = memory
         self._base: int = memory.ctypes.data
-        lines = [self._base + each * _BYTES_PER_RANK for each in range(size)]
         # One sequence per kind of work, because the kinds run at the same time.
-        self.rounds = StepSequence(rank, _ROUND_HEAD + _ROUND_BYTES, lines)
+        end_of_rounds = size * _ROUND_SEQUENCE_BYTES
+        lines = range(self._base, self._base + end_of_rounds, _ROUND_SEQUENCE_BYTES)
+        self.rounds = StepSequence(rank, _ROUND_HEAD + _ROUND_BYTES, list(lines))
+        begin = self._base + end_of_rounds
         self.reductions, self.background = (
             StepSequence(
-                rank, _HALF_BYTES, [line + start for line in lines], _ARENA_START - start, length
+                rank,
+                _HALF_BYTES,
+                [begin + each * _BYTES_OF_DATA + start for each in range(size)],
+                _ARENA_START - start,
+                length,
             )
-            for start, length in ((_ROUND_SEQUENCE_BYTES, _ARENA_BYTES), (_BACKGROUND_START, 0))
+            for start, length in ((0, _ARENA_BYTES), (_BACKGROUND_START, 0))
         )
         first = _LINE_HEAD + _ROUND_HEAD
         # The two halves are used in turn: `half_of` in native/sequences.c selects half `step & 1`.
         self._brought = [
             [
                 memory[start : start + _ROUND_BYTES].data
-                for start in range(half, memory.size, _BYTES_PER_RANK)
+                for start in range(half, end_of_rounds, _ROUND_SEQUENCE_BYTES)
             ]
             for half in (first, first + _ROUND_HEAD + _ROUND_BYTES)
         ]
@@ -351,7 +360,7 @@ class NodeMemory:
         # it.
         self.background.wait_busily(False)
         self.wait_busily(True)
-        start = rank * _BYTES_PER_RANK + _ARENA_START
+        start = end_of_rounds + rank * _BYTES_OF_DATA + _ARENA_START
         self.arena = Arena(memory[start : start + _ARENA_BYTES])
         """Memory for results of the reductions of this rank."""
 
