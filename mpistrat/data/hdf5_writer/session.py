@@ -44,6 +44,8 @@ class Session:
         self.changes = Changes()
         self.is_changed = False
         """Whether rank 0 has `changes`."""
+        self.is_stale = False
+        """Whether the next commit must write chunks without new rows: see `OpenChunk`."""
         self.num_waiting = 0
         """Number of steps that are not committed."""
         self.changes_of_this_session: set[str] = set()
@@ -55,7 +57,7 @@ class Session:
         ranks.on_root(lambda: self._open_root(path, mode, durable), kind)
         try:
             # In mode "w" the file has a temporary name, which only rank 0 knows.
-            name, end, self.steps = ranks.on_root(self._described, kind)
+            name, end, self.steps, self.is_stale = ranks.on_root(self._described, kind)
             with ranks.common_outcome(kind):
                 self.handle = os.open(name, os.O_RDWR | os.O_CLOEXEC)
             # With different compressors, the stored bytes of a chunk would depend on its owner, and
@@ -76,9 +78,15 @@ class Session:
         target.inspect()
         self.target = target
 
-    def _described(self) -> tuple[str, int, int]:
+    @property
+    def must_commit(self) -> bool:
+        """Whether the file lacks steps or changes, or has rows that no commit shows. Local."""
+        return bool(self.num_waiting) or self.is_changed or self.is_stale
+
+    def _described(self) -> tuple[str, int, int, bool]:
         assert self.target is not None
-        return self.target.name, self.target.end, self.target.steps
+        target = self.target
+        return target.name, target.end, target.steps, target.file.was_killed
 
     def _read_existing(self, rows: dict[str, int] | None) -> None:
         """Take over the growing datasets of the file, with fewer rows if `rows` says so. Local."""
@@ -98,7 +106,10 @@ class Session:
                 self.datasets[name] = dataset
                 self.committed_rows[name] = dataset.rows
                 self.store.add(dataset)
-                self.store.fill_last(dataset, stored)
+                # A killed writer may have written rows of a step that it did not commit, and a file
+                # that is cut back has rows of later steps.
+                is_stale = rows is not None or (self.is_stale and not dataset.is_filtered)
+                self.store.fill_last(dataset, stored, is_stale)
                 if self.target is not None:
                     self.target.file.know(dataset, stored)
 
@@ -241,7 +252,7 @@ class Session:
             height = dataset.geometry.chunk[0]
             first = self.committed_rows[name] // height if dataset.grows else 0
             blocks = ceil_div(dataset.num_rows, height) - first
-            is_new = dataset.num_rows != self.committed_rows[name]
+            is_new = dataset.num_rows != self.committed_rows[name] or self.is_stale
             counts[name] = blocks * dataset.geometry.num_cells if is_new else 0
         return counts
 
@@ -263,6 +274,7 @@ class Session:
             self.store_chunks(kind, True, flush or self.durable)
         self.steps += self.num_waiting
         self.num_waiting = 0
+        self.is_stale = False
         self._added = {}
         for name, dataset in self.datasets.items():
             self.committed_rows[name] = dataset.num_rows
@@ -289,16 +301,25 @@ class Session:
         for name, dataset in self.datasets.items():
             if dataset.grows:
                 dataset.rows = self.committed_rows[name]
-        self.store.undo()
+        self.is_stale = True
+        self.store.undo(self.handle)
         self.space.note_failure()
 
     def cut(self, kind: str, steps: int, rows: dict[str, int]) -> None:
         """Return to an earlier step, in one commit."""
-        with self.ranks.common_outcome(kind):
-            # From the file, because chunks of earlier rows have left the memory.
-            self._read_existing(rows)
-        self.steps = steps
-        self.commit(kind, flush=True)
+        before = self.steps, dict(self.committed_rows)
+        try:
+            with self.ranks.common_outcome(kind):
+                # From the file, because chunks of earlier rows have left the memory.
+                self._read_existing(rows)
+            self.steps, self.is_stale = steps, True
+            self.commit(kind, flush=True)
+        except (OSError, DataError):
+            # The file still has all steps.
+            self.steps, self.is_stale = before[0], True
+            with self.ranks.common_outcome(kind):
+                self._read_existing(before[1])
+            raise
 
     # The end
 

@@ -339,7 +339,7 @@ class HDF5Writer:
             call.agree()
         if self._mode == "w":
             return
-        if session.num_waiting or session.is_changed:
+        if session.must_commit:
             session.commit(kind, flush=True)
         with self._ranks.common_outcome(kind):
             os.fsync(session.handle)
@@ -367,7 +367,7 @@ class HDF5Writer:
                 call.agree()
             if self._mode == "w":
                 self._check_complete(kind)
-            if self._mode == "w" or session.num_waiting or session.is_changed:
+            if self._mode == "w" or session.must_commit:
                 session.commit(kind, flush=True)
             ended = self.steps, self.rows
             session.finish(kind)
