@@ -129,8 +129,8 @@ class RootFile:
             )
         end = int(file.attrs.get(END, 0))
         # After a kill the stated end is a multiple of AHEAD_BYTES, and the file goes on behind it;
-        # after `close` it is exact. If a different program has extended the file, the attribute does
-        # not count any more, and the file ends at the stated end.
+        # after `close` it is exact. If a different program has extended the file, the attribute
+        # does not count any more, and the file ends at the stated end.
         self.was_killed = (
             self._stated % AHEAD_BYTES == 0
             and self._superblock.root.header < end < self._stated < self._size

@@ -50,6 +50,8 @@ class Session:
         """Number of steps that are not committed."""
         self.changes_of_this_session: set[str] = set()
         """Names of objects that this writer has created."""
+        self.is_lost = False
+        """Whether a step of a file with mode "w" could not be written, so that it was removed."""
         self._added: dict[str, Any] = {}
         self._addresses: dict[str, int] = {}
         """Addresses of contiguous datasets."""
@@ -301,6 +303,12 @@ class Session:
         for name, dataset in self.datasets.items():
             if dataset.grows:
                 dataset.rows = self.committed_rows[name]
+        if self.mode == "w":
+            # Chunks of earlier steps are in the file, and not in memory any more. With only one
+            # commit, there is nothing to return to.
+            self.is_lost = True
+            self.abandon()
+            return
         self.is_stale = True
         self.store.undo(self.handle)
         self.space.note_failure()

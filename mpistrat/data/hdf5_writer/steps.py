@@ -92,7 +92,7 @@ class Steps:
                     # commit do not need more memory than one.
                     session.store_chunks(kind, False)
         except Exception:
-            if session.is_changed:  # else the new datasets are in the file
+            if session.is_changed and not session.is_lost:  # else the new datasets are in the file
                 for name in created:
                     session.forget(name)
             raise
