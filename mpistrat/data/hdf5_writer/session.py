@@ -19,7 +19,7 @@ from mpistrat.data.hdf5_writer.encoders import isal_version
 from mpistrat.data.hdf5_writer.exchange import PlacedPart, exchange_round, pieces_of
 from mpistrat.data.hdf5_writer.geometry import Piece
 from mpistrat.data.hdf5_writer.header_copy import Changes, growing_datasets
-from mpistrat.data.hdf5_writer.target import Target, objects_of
+from mpistrat.data.hdf5_writer.target import Target, naming, objects_of
 from mpistrat.errors import DataError
 from mpistrat.sharding import ceil_div
 
@@ -32,6 +32,7 @@ class Session:
 
     def __init__(self, ranks: Collectives, kind: str, path: str, mode: str, durable: bool) -> None:
         self.ranks = ranks
+        self.path = path
         self.mode = mode
         self.durable = durable
         self.target: Target | None = None
@@ -56,11 +57,11 @@ class Session:
         self._addresses: dict[str, int] = {}
         """Addresses of contiguous datasets."""
         # Rank 0 first: it takes the lock, and shows that the file is one that can be resumed.
-        ranks.on_root(lambda: self._open_root(path, mode, durable), kind)
+        ranks.on_root(self._named(lambda: self._open_root(path, mode, durable)), kind)
         try:
             # In mode "w" the file has a temporary name, which only rank 0 knows.
             name, end, self.steps, self.is_stale = ranks.on_root(self._described, kind)
-            with ranks.common_outcome(kind):
+            with self.outcome(kind):
                 self.handle = os.open(name, os.O_RDWR | os.O_CLOEXEC)
             # With different compressors, the stored bytes of a chunk would depend on its owner, and
             # so on the number of ranks.
@@ -69,11 +70,20 @@ class Session:
             self.name = name
             self.space = SharedSpace(end, ranks.size)
             self.store = ChunkStore(os.path.dirname(name), ranks.rank, ranks.size)
-            with ranks.common_outcome(kind):
+            with self.outcome(kind):
                 self._read_existing(None)
         except BaseException:
             self.abandon()
             raise
+
+    @contextlib.contextmanager
+    def outcome(self, kind: str) -> Iterator[None]:
+        """Let the body fail on all ranks if it fails on any, with errors that name the file."""
+        with self.ranks.common_outcome(kind), naming(self.path):
+            yield
+
+    def _named(self, work: Callable[[], Any]) -> Callable[[], Any]:
+        return naming(self.path)(work)
 
     def _open_root(self, path: str, mode: str, durable: bool) -> None:
         target = Target(path, mode, durable)
@@ -177,11 +187,11 @@ class Session:
                 arena = self.target.file.prepare(self._counts(), self.space.end)
             return {"chunks": [each.as_json() for each in encoded], "arena": arena}
 
-        reports = self._reports(kind, encode)
+        reports = self._reports(kind, self._named(encode))
         chunks, arena = [each["chunks"] for each in reports], reports[0]["arena"]
         if any(chunks):
             addresses = self.space.place_chunks(chunks)
-            with self.ranks.common_outcome(kind):
+            with self.outcome(kind):
                 self.store.write(self.handle, encoded, addresses[self.ranks.rank])
                 # Each rank flushes what it has written, before rank 0 commits: on several nodes,
                 # rank 0 cannot flush the pages of a different node.
@@ -191,12 +201,12 @@ class Session:
                 self._added.setdefault(name, {}).update(found)
             self.store.release_full()
         elif flush:
-            with self.ranks.common_outcome(kind):
+            with self.outcome(kind):
                 os.fsync(self.handle)
         # All chunks of all ranks are written here, which the round above has shown.
         if is_commit:
             place = self.space.reserve(arena)
-            with self.ranks.common_outcome(kind):
+            with self.outcome(kind):
                 if self.target is not None:
                     self._commit(place, arena)
 
@@ -270,7 +280,7 @@ class Session:
         # New objects first, because the headers of the commit are copies of theirs.
         with self.undone_if_failed():
             if self.is_changed:
-                self.space.end = self.ranks.on_root(self._apply, kind)
+                self.space.end = self.ranks.on_root(self._named(self._apply), kind)
                 self.is_changed = False
                 self.changes = Changes()
             self.store_chunks(kind, True, flush or self.durable)
@@ -317,7 +327,7 @@ class Session:
         """Return to an earlier step, in one commit."""
         before = self.steps, dict(self.committed_rows)
         try:
-            with self.ranks.common_outcome(kind):
+            with self.outcome(kind):
                 # From the file, because chunks of earlier rows have left the memory.
                 self._read_existing(rows)
             self.steps, self.is_stale = steps, True
@@ -325,7 +335,7 @@ class Session:
         except (OSError, DataError):
             # The file still has all steps.
             self.steps, self.is_stale = before[0], True
-            with self.ranks.common_outcome(kind):
+            with self.outcome(kind):
                 self._read_existing(before[1])
             raise
 
@@ -334,9 +344,9 @@ class Session:
     def finish(self, kind: str) -> None:
         """Close the file, which is complete."""
         # On every rank, before the file gets its name: all chunks must be on disk by then.
-        with self.ranks.common_outcome(kind):
+        with self.outcome(kind):
             os.fsync(self.handle)
-        self.ranks.on_root(self._publish, kind)
+        self.ranks.on_root(self._named(self._publish), kind)
         self.target = None
         self.abandon()
 
@@ -394,10 +404,10 @@ class Mover:
             self._store()
 
     def _store(self) -> None:
-        store, ranks = self._session.store, self._session.ranks
+        session, store = self._session, self._session.store
         is_checked = any(not dataset.grows for dataset in self._datasets)
         # Rows of growing datasets arrive exactly once. Others may have been written before.
-        with ranks.common_outcome(self._kind) if is_checked else contextlib.nullcontext():
+        with session.outcome(self._kind) if is_checked else contextlib.nullcontext():
             for dataset, piece, elements in self._arrived:
                 if not dataset.grows:
                     store.check(dataset, piece, elements.shape)

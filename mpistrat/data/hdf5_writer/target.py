@@ -7,6 +7,7 @@ import errno
 import io
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,18 @@ from mpistrat.data.hdf5_writer.lock import WriterLock
 from mpistrat.data.hdf5_writer.root_file import RootFile, write_all
 from mpistrat.errors import DataError
 from mpistrat.system.files import affixes, remove_leftovers, replace_file, umask, write_atomically
+
+
+@contextlib.contextmanager
+def naming(path: str) -> Iterator[None]:
+    """Let errors of the system name the file of the writer."""
+    try:
+        yield
+    except OSError as error:
+        # Those of an open file have no name, and those of a new file its hidden one.
+        if error.errno is not None:
+            error.filename = path
+        raise
 
 
 class Target:

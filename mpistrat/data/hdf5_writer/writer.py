@@ -343,7 +343,7 @@ class HDF5Writer:
             return
         if session.must_commit:
             session.commit(kind, flush=True)
-        with self._ranks.common_outcome(kind):
+        with session.outcome(kind):
             os.fsync(session.handle)
 
     def close(self) -> None:
