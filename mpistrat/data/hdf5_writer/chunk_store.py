@@ -10,12 +10,13 @@ import contextlib
 import math
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from mpistrat.checkpoint.digests import digest_of_array
 from mpistrat.data.hdf5.filters import DecodingThreads
 from mpistrat.data.hdf5_writer.chunk_tree import ChunkEntry
 from mpistrat.data.hdf5_writer.dataset_spec import OutputDataset
@@ -468,6 +469,14 @@ class ChunkStore:
         if self._spill is not None:
             self._spill.close()
         self._columns.clear()
+
+
+def first_page(encoded: Sequence[Encoded]) -> tuple[int, int, str] | None:
+    """Return the offset, length and digest of the first bytes that a rank writes."""
+    if not encoded:
+        return None
+    data = memoryview(encoded[0].data).cast("B")[:_PAGE_BYTES]
+    return encoded[0].offset, len(data), digest_of_array(np.frombuffer(data, np.uint8)).text
 
 
 def entries_of(

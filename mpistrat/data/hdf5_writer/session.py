@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -13,13 +14,19 @@ import numpy as np
 from mpistrat import hdf5
 from mpistrat.collectives.collectives import CollectiveCall, Collectives
 from mpistrat.collectives.operations.all_gather import gather_flat
-from mpistrat.data.hdf5_writer.chunk_store import ChunkStore, Encoded, SharedSpace, entries_of
+from mpistrat.data.hdf5_writer.chunk_store import (
+    ChunkStore,
+    Encoded,
+    SharedSpace,
+    entries_of,
+    first_page,
+)
 from mpistrat.data.hdf5_writer.dataset_spec import OutputDataset, existing_dataset
 from mpistrat.data.hdf5_writer.encoders import isal_version
 from mpistrat.data.hdf5_writer.exchange import PlacedPart, exchange_round, pieces_of
 from mpistrat.data.hdf5_writer.geometry import Piece
 from mpistrat.data.hdf5_writer.header_copy import Changes, growing_datasets
-from mpistrat.data.hdf5_writer.target import Target, naming, objects_of
+from mpistrat.data.hdf5_writer.target import Target, naming, objects_of, open_same
 from mpistrat.errors import DataError
 from mpistrat.sharding import ceil_div
 
@@ -49,23 +56,29 @@ class Session:
         """Whether the next commit must write chunks without new rows: see `OpenChunk`."""
         self.num_waiting = 0
         """Number of steps that are not committed."""
-        self.changes_of_this_session: set[str] = set()
-        """Names of objects that this writer has created."""
+        self.known_objects: dict[str, tuple[Any, Any] | None] = {}
+        """Shape and dtype of each dataset by path, ``None`` for groups, committed or not."""
+        self.created_names: set[str] = set()
+        """Paths of the objects that this writer has created, which cannot be created again."""
         self.is_lost = False
         """Whether a step of a file with mode "w" could not be written, so that it was removed."""
         self._added: dict[str, Any] = {}
+        self._pages: dict[int, tuple[int, int, str]] = {}
+        """On several nodes, for each rank a part of its new bytes: place, length and digest."""
         self._addresses: dict[str, int] = {}
         """Addresses of contiguous datasets."""
         # Rank 0 first: it takes the lock, and shows that the file is one that can be resumed.
         ranks.on_root(self._named(lambda: self._open_root(path, mode, durable)), kind)
         try:
             # In mode "w" the file has a temporary name, which only rank 0 knows.
-            name, end, self.steps, self.is_stale = ranks.on_root(self._described, kind)
+            name, inode, end, self.steps, self.is_stale = ranks.on_root(self._described, kind)
             with self.outcome(kind):
-                self.handle = os.open(name, os.O_RDWR | os.O_CLOEXEC)
+                self.handle = open_same(name, inode)
             # With different compressors, the stored bytes of a chunk would depend on its owner, and
             # so on the number of ranks.
-            versions = ranks.gather_json(isal_version(), kind)
+            facts = ranks.gather_json([isal_version(), socket.gethostname()], kind)
+            versions = [version for version, _ in facts]
+            self.is_on_several_hosts = len({host for _, host in facts}) > 1
             self.fast_gzip = versions[0] is not None and len(set(versions)) == 1
             self.name = name
             self.space = SharedSpace(end, ranks.size)
@@ -95,15 +108,16 @@ class Session:
         """Whether the file lacks steps or changes, or has rows that no commit shows. Local."""
         return bool(self.num_waiting) or self.is_changed or self.is_stale
 
-    def _described(self) -> tuple[str, int, int, bool]:
+    def _described(self) -> tuple[str, int, int, int, bool]:
         assert self.target is not None
         target = self.target
-        return target.name, target.end, target.steps, target.file.was_killed
+        inode = os.fstat(target.file.handle).st_ino
+        return target.name, inode, target.end, target.steps, target.file.was_killed
 
     def _read_existing(self, rows: dict[str, int] | None) -> None:
         """Take over the growing datasets of the file, with fewer rows if `rows` says so. Local."""
         with contextlib.closing(hdf5.open_for_reading(self.name, DataError)) as file:
-            self.objects = objects_of(file)
+            self.known_objects = objects_of(file)
             for name, stored in growing_datasets(file).items():
                 if stored.dtype.hasobject:
                     continue  # it stays as it is
@@ -130,7 +144,7 @@ class Session:
     def add(self, dataset: OutputDataset) -> None:
         """Accept rows of a new dataset. Local, on all ranks."""
         self.datasets[dataset.name] = dataset
-        self.objects[dataset.name] = dataset.shape, dataset.dtype
+        self.known_objects[dataset.name] = dataset.shape, dataset.dtype
         self.committed_rows[dataset.name] = 0
         self.store.add(dataset)
         self.is_changed = True
@@ -144,14 +158,14 @@ class Session:
 
     def note_groups(self, name: str) -> None:
         """Remember a new object and the groups around it. Local, on all ranks."""
-        self.changes_of_this_session.add(name)
+        self.created_names.add(name)
         parts = name.split("/")
         for number in range(1, len(parts)):
-            self.objects.setdefault("/".join(parts[:number]), None)
+            self.known_objects.setdefault("/".join(parts[:number]), None)
 
     def forget(self, name: str) -> None:
         """Undo `add` for a dataset that the first step has created. Local, on all ranks."""
-        del self.datasets[name], self.objects[name], self.committed_rows[name]
+        del self.datasets[name], self.known_objects[name], self.committed_rows[name]
         self.store.remove(name)
         if self.target is not None:
             self.changes.datasets.pop(name, None)
@@ -185,7 +199,8 @@ class Session:
             arena = 0
             if is_commit and self.target is not None:
                 arena = self.target.file.prepare(self._counts(), self.space.end)
-            return {"chunks": [each.as_json() for each in encoded], "arena": arena}
+            page = first_page(encoded) if self.is_on_several_hosts else None
+            return {"chunks": [each.as_json() for each in encoded], "arena": arena, "page": page}
 
         reports = self._reports(kind, self._named(encode))
         chunks, arena = [each["chunks"] for each in reports], reports[0]["arena"]
@@ -194,9 +209,13 @@ class Session:
             with self.outcome(kind):
                 self.store.write(self.handle, encoded, addresses[self.ranks.rank])
                 # Each rank flushes what it has written, before rank 0 commits: on several nodes,
-                # rank 0 cannot flush the pages of a different node.
-                if flush:
+                # rank 0 cannot flush the pages of a different node, nor see them before.
+                if flush or self.is_on_several_hosts:
                     os.fsync(self.handle)
+            for rank, report in enumerate(reports):
+                if report["page"]:
+                    offset, *page = report["page"]
+                    self._pages[rank] = addresses[rank][0] + offset, *page
             for name, found in entries_of(self.datasets, chunks, addresses).items():
                 self._added.setdefault(name, {}).update(found)
             self.store.release_full()
@@ -272,6 +291,7 @@ class Session:
         assert self.target is not None
         file = self.target.file
         file.give(place, arena)
+        self.target.check_pages(self._pages)
         rows = {name: each.rows for name, each in self.datasets.items() if each.grows}
         file.commit(self._added, rows, self.steps + self.num_waiting, self.space.end)
 
@@ -287,7 +307,7 @@ class Session:
         self.steps += self.num_waiting
         self.num_waiting = 0
         self.is_stale = False
-        self._added = {}
+        self._added, self._pages = {}, {}
         for name, dataset in self.datasets.items():
             self.committed_rows[name] = dataset.num_rows
         self.store.note_commit()
@@ -309,7 +329,7 @@ class Session:
     def undo(self) -> None:
         """Drop the steps that are not committed. Local, on all ranks."""
         self.num_waiting = 0
-        self._added = {}
+        self._added, self._pages = {}, {}
         for name, dataset in self.datasets.items():
             if dataset.grows:
                 dataset.rows = self.committed_rows[name]

@@ -166,7 +166,7 @@ class Steps:
         for name, leaf in leaves.items():
             dataset = session.datasets.get(name)
             if dataset is None:
-                if name in session.objects:
+                if name in session.known_objects:
                     raise DataError(f"{kind}: {name!r} is not a dataset that can grow.")
                 options = dict(self._defaults)
                 shape = (None, *leaf.row_shape)
