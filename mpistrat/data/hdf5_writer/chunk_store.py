@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.checkpoint.digests import digest_of_array
 from mpistrat.data.hdf5.filters import DecodingThreads
 from mpistrat.data.hdf5_writer.chunk_tree import ChunkEntry
 from mpistrat.data.hdf5_writer.dataset_spec import OutputDataset
 from mpistrat.data.hdf5_writer.geometry import Piece
 from mpistrat.data.hdf5_writer.root_file import Place, ReuseList, write_all
 from mpistrat.errors import DataError
+from mpistrat.system.xxh3 import digest_of_values
 
 _PAGE_BYTES = 4096
 _MAX_BYTES_IN_MEMORY = 2**28
@@ -471,12 +471,12 @@ class ChunkStore:
         self._columns.clear()
 
 
-def first_page(encoded: Sequence[Encoded]) -> tuple[int, int, str] | None:
+def first_page(encoded: Sequence[Encoded]) -> tuple[int, int, int] | None:
     """Return the offset, length and digest of the first bytes that a rank writes."""
     if not encoded:
         return None
     data = memoryview(encoded[0].data).cast("B")[:_PAGE_BYTES]
-    return encoded[0].offset, len(data), digest_of_array(np.frombuffer(data, np.uint8)).text
+    return encoded[0].offset, len(data), digest_of_values(np.frombuffer(data, np.uint8))
 
 
 def entries_of(

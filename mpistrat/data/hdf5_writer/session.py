@@ -63,7 +63,7 @@ class Session:
         self.is_lost = False
         """Whether a step of a file with mode "w" could not be written, so that it was removed."""
         self._added: dict[str, Any] = {}
-        self._pages: dict[int, tuple[int, int, str]] = {}
+        self._pages: dict[int, tuple[int, int, int]] = {}
         """On several nodes, for each rank a part of its new bytes: place, length and digest."""
         self._addresses: dict[str, int] = {}
         """Addresses of contiguous datasets."""

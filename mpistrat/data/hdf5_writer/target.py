@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from mpistrat import hdf5
-from mpistrat.checkpoint.digests import digest_of_array
 from mpistrat.data.hdf5_writer.lock import WriterLock
 from mpistrat.data.hdf5_writer.root_file import RootFile, write_all
 from mpistrat.errors import DataError
 from mpistrat.system.files import affixes, remove_leftovers, replace_file, umask, write_atomically
+from mpistrat.system.xxh3 import digest_of_values
 
 
 @contextlib.contextmanager
@@ -110,7 +110,7 @@ class Target:
                 name in node.attrs and _is_equal(node.attrs[name], attrs[name]) for name in attrs
             )
 
-    def check_pages(self, pages: Mapping[int, tuple[int, int, str]]) -> None:
+    def check_pages(self, pages: Mapping[int, tuple[int, int, int]]) -> None:
         """Check that this rank finds in the file what the others have written and flushed."""
         # As for parallel checkpoints: on a file system where the nodes do not see each other's
         # writes, the step would be lost, and only a reader would notice it. Opened again, because
@@ -119,7 +119,7 @@ class Target:
         try:
             for rank, (place, num_bytes, digest) in pages.items():
                 page = np.frombuffer(os.pread(handle, num_bytes, place), np.uint8)
-                if digest_of_array(page).text != digest:
+                if digest_of_values(page) != digest:
                     raise OSError(
                         errno.EIO,
                         f"rank 0 does not find in it what rank {rank} has written: this file "
