@@ -76,6 +76,7 @@ def run_rounds(folder, number, modes="a"):
         assert new.read_bytes() == b"old"
         if path.exists():
             steps = check(path, max(steps, acknowledged(path)))
+        print(f"{sum(kills.values())} of {number} killed, {steps} steps", flush=True)
     # What the killed jobs have left is removed or written over.
     for target, mode in ((path, "a"), (new, "w")):
         arguments = [target, mode, -1, 0, steps + 5]
@@ -92,7 +93,7 @@ def test_a_job_that_loses_a_rank_keeps_all_steps(tmp_path):
 
 
 @pytest.mark.campaign
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_eighty_jobs(tmp_path):
     steps, kills = run_rounds(tmp_path, 80, "aaaw")
     print(f"{sum(kills.values())} kills, {steps} steps")
