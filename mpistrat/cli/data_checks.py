@@ -123,7 +123,7 @@ def _decode_all(
 
 def _overlap(places: list[tuple[int, int, str]]) -> str | None:
     for (start, size, one), (begin, _, two) in itertools.pairwise(places):
-        if begin < start + size and one != two:
+        if begin < start + size:
             return f"{one} and {two} overlap in the file, at byte {begin}"
     return None
 
@@ -159,9 +159,7 @@ def _difference(a: Any, b: Any) -> Iterator[str]:
         parts = cut(len(a), max(_BYTES_AT_ONCE // row_bytes, 1))
     for part in parts:
         one, two = np.asarray(a[part]), np.asarray(b[part])
-        differ = one != two
-        if one.dtype.kind in "fc":
-            differ &= ~(np.isnan(one) & np.isnan(two))
+        differ = _differ(one, two)
         num = int(np.count_nonzero(differ))
         if num and first is None and a.shape:
             first = part.start + int(np.argwhere(differ)[0][0])
@@ -169,3 +167,24 @@ def _difference(a: Any, b: Any) -> Iterator[str]:
     if count:
         where = "" if first is None else f", first in row {first}"
         yield f"{count} of {a.size} elements differ{where}"
+
+
+def _differ(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Return which elements of two arrays of the same shape and dtype differ; NaN equals NaN."""
+    if a.dtype.names:
+        fields = [_differ(a[name], b[name]) for name in a.dtype.names]
+        # A field may be an array itself, and so has more axes.
+        found = [each.reshape(*a.shape, -1).any(axis=-1) for each in fields]
+        return np.asarray(np.logical_or.reduce(found))
+    if a.dtype.hasobject:  # strings, or rows of any length
+        pairs = zip(a.flat, b.flat, strict=True)
+        return np.array([not _is_same(*pair) for pair in pairs], bool).reshape(a.shape)
+    differ = np.asarray(a != b)
+    if a.dtype.kind in "fc":
+        differ &= ~(np.isnan(a) & np.isnan(b))
+    return differ
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    # NumPy ignores zero bytes at the end of strings, so it compares only arrays.
+    return np.array_equal(a, b) if isinstance(a, np.ndarray) else bool(a == b)

@@ -6,10 +6,11 @@ on the end of the file without a message.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,7 @@ from mpistrat.data.hdf5_writer.dataset_spec import OutputDataset
 from mpistrat.data.hdf5_writer.geometry import Piece
 from mpistrat.data.hdf5_writer.root_file import Place, ReuseList, write_all
 from mpistrat.errors import DataError
+from mpistrat.system.xxh3 import digest_of_values
 
 _PAGE_BYTES = 4096
 _MAX_BYTES_IN_MEMORY = 2**28
@@ -43,6 +45,11 @@ class OpenChunk:
     """Number of rows that are in the file at `address`."""
     slot: int | None = None
     """Number of its place in the temporary file."""
+    is_stale: bool = False
+    """Whether the chunk in the file may have rows behind the last one, which no commit shows.
+
+    If h5py extended the dataset, they would appear in place of the fill value.
+    """
 
 
 @dataclass
@@ -143,7 +150,9 @@ class _Column:
 
     dataset: OutputDataset
     chunks: dict[Place, OpenChunk] = field(default_factory=dict)
-    committed: dict[Place, tuple[np.ndarray, int, int | None, int]] = field(default_factory=dict)
+    committed: dict[Place, tuple[np.ndarray, int, int | None, int, bool]] = field(
+        default_factory=dict
+    )
     """State of the open chunks at the last commit."""
     finished: set[Place] = field(default_factory=set)
     """Of a dataset of fixed size: the chunks that are complete."""
@@ -179,8 +188,11 @@ class ChunkStore:
             (block, cell) for cell in cells if geometry.owner(block, cell, self._size) == self._rank
         ]
 
-    def fill_last(self, dataset: OutputDataset, stored: Any) -> None:
-        """Read the rows of the last, partial block from the open dataset `stored`."""
+    def fill_last(self, dataset: OutputDataset, stored: Any, is_stale: bool) -> None:
+        """Read the rows of the last, partial block from the open dataset `stored`.
+
+        With `is_stale`, the next commit writes its chunks anew.
+        """
         column, geometry = self._columns[dataset.name], dataset.geometry
         for place in self.owned_last(dataset):
             inner = geometry.inner_shape(place[1])
@@ -197,7 +209,7 @@ class ChunkStore:
             # Without the old address, even for an unfiltered chunk: after `cut`, its later rows
             # still belong to commits that readers may have open, so new rows must not replace them
             # in place.
-            column.chunks[place] = OpenChunk(elements, count)
+            column.chunks[place] = OpenChunk(elements, count, is_stale=is_stale)
         self._remember(column)
 
     # Rows that arrive
@@ -278,7 +290,7 @@ class ChunkStore:
             if column.dataset.grows:
                 for place, chunk in sorted(column.chunks.items(), key=lambda each: each[0]):
                     known = column.committed.get(place)
-                    is_new = known is None or known[1] != chunk.count
+                    is_new = known is None or known[1] != chunk.count or chunk.is_stale
                     if is_new and not self._is_full(column.dataset, place, chunk):
                         found.append((column.dataset, place, chunk, False))
         return self._encoded(found)
@@ -316,7 +328,7 @@ class ChunkStore:
         start = chunk.stored_rows * (size // dataset.geometry.chunk[0])
         stop = (
             size
-            if chunk.address is None
+            if chunk.address is None or chunk.is_stale
             else self._num_rows(dataset, place, chunk) * (size // dataset.geometry.chunk[0])
         )
         # Final, although rows will follow: the chunk has all its space from the start, so its entry
@@ -351,6 +363,8 @@ class ChunkStore:
     def note_commit(self) -> None:
         """Let `undo` return to this state."""
         for column in self._columns.values():
+            for chunk in column.chunks.values():
+                chunk.is_stale = False
             self._remember(column)
 
     def _remember(self, column: _Column) -> None:
@@ -358,20 +372,31 @@ class ChunkStore:
             return
         # The arrays themselves, without a copy: steps add rows behind those that are committed.
         column.committed = {
-            place: (chunk.elements, chunk.count, chunk.address, chunk.stored_rows)
+            place: (chunk.elements, chunk.count, chunk.address, chunk.stored_rows, chunk.is_stale)
             for place, chunk in column.chunks.items()
             if chunk.elements is not None
         }
 
-    def undo(self) -> None:
+    def undo(self, handle: int) -> None:
         """Return to the state of the last commit."""
         for column in self._columns.values():
             if column.dataset.grows:
-                # Later rows are behind the committed ones in the same memory.
-                column.chunks = {
-                    place: OpenChunk(elements, count, None, address, rows)
-                    for place, (elements, count, address, rows) in column.committed.items()
-                }
+                column.chunks = {}
+                for place, (elements, count, address, rows, is_stale) in column.committed.items():
+                    chunk = OpenChunk(elements, count, None, address, rows, is_stale=is_stale)
+                    column.chunks[place] = chunk
+                    self._clear(column.dataset, place, chunk, handle)
+
+    def _clear(self, dataset: OutputDataset, place: Place, chunk: OpenChunk, handle: int) -> None:
+        """Put the fill value behind the rows that are committed."""
+        # Rows of the steps that failed are in the same memory, and perhaps in the file.
+        assert chunk.elements is not None
+        chunk.elements[self._num_rows(dataset, place, chunk) :] = dataset.fill
+        if chunk.address is not None:
+            chunk.is_stale = True  # the next commit tries it again
+            rest = self._encode(dataset, place, chunk, False)
+            with contextlib.suppress(OSError):
+                write_all(handle, chunk.address + rest.offset, rest.data)
 
     def missing(self, dataset: OutputDataset) -> int | None:
         """Return the first row that this rank lacks of a dataset of fixed size, if any."""
@@ -444,6 +469,14 @@ class ChunkStore:
         if self._spill is not None:
             self._spill.close()
         self._columns.clear()
+
+
+def first_page(encoded: Sequence[Encoded]) -> tuple[int, int, int] | None:
+    """Return the offset, length and digest of the first bytes that a rank writes."""
+    if not encoded:
+        return None
+    data = memoryview(encoded[0].data).cast("B")[:_PAGE_BYTES]
+    return encoded[0].offset, len(data), digest_of_values(np.frombuffer(data, np.uint8))
 
 
 def entries_of(

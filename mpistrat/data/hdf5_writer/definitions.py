@@ -38,13 +38,13 @@ class Definitions:
         with self._session.ranks.call(kind) as call:
             self._require(kind)
             name = canonical(kind, name)
-            if session.objects.get(name) is not None:
+            if session.known_objects.get(name) is not None:
                 raise DataError(f"{kind}: {name!r} is a dataset.")
             names = attribute_names(kind, attrs)
             call.agree(name, names)
-        if name not in session.objects:
+        if name not in session.known_objects:
             self._session.note_groups(name)
-            session.objects[name] = None
+            session.known_objects[name] = None
             session.changes.groups.append(name)
             session.is_changed = True
         if attrs:
@@ -108,19 +108,19 @@ class Definitions:
     def _check_existing(self, kind: str, name: str, dataset: OutputDataset | None) -> bool:
         """Return whether the dataset exists, or raise if it differs."""
         session = self._session
-        if name not in session.objects:
+        if name not in session.known_objects:
             if session.steps or session.num_waiting:
                 raise DataError(
                     f"{kind}: the file has steps, and no dataset {name!r}. Create all datasets "
                     "before the first step."
                 )
             return False
-        known = session.objects[name]
+        known = session.known_objects[name]
         if known is None:
             raise DataError(f"{kind}: {name!r} is a group.")
         if dataset is None:
             return True
-        if name in session.changes_of_this_session:
+        if name in session.created_names:
             raise DataError(f"{kind}: the dataset {name!r} was created before.")
         shape, dtype = known
         expected = (None, *shape[1:]) if name in session.datasets and shape else shape
@@ -150,7 +150,7 @@ class Definitions:
             with hdf5.h5py().File(io.BytesIO(), "w") as file:
                 create(file, "x")
                 found = file["x"].shape, file["x"].dtype
-            known = session.objects.get(name)
+            known = session.known_objects.get(name)
             if known is None:
                 return False
             if known[0] != found[0] or known[1] != found[1]:
@@ -165,16 +165,16 @@ class Definitions:
         if self._session.ranks.on_root(probe, kind):
             return
         self._session.note_groups(name)
-        session.objects[name] = ((), np.dtype("V1"))
+        session.known_objects[name] = ((), np.dtype("V1"))
         if session.target is not None:
             session.changes.static[name] = create
-            session.objects[name] = (np.shape(values), np.dtype("V1"))
+            session.known_objects[name] = (np.shape(values), np.dtype("V1"))
         session.is_changed = True
 
     def _create_empty(self, dataset: OutputDataset) -> None:
         """Create a dataset of fixed size in a file that grows: it has only the fill value."""
         session = self._session
-        session.objects[dataset.name] = dataset.shape, dataset.dtype
+        session.known_objects[dataset.name] = dataset.shape, dataset.dtype
         session.changes.datasets[dataset.name] = dataset
         session.is_changed = True
 
@@ -185,7 +185,7 @@ class Definitions:
         with self._session.ranks.call(kind) as call:
             self._require(kind)
             path = "" if name == "/" else canonical(kind, name)
-            if path and path not in session.objects:
+            if path and path not in session.known_objects:
                 raise KeyError(f"{kind}: the file has no object {name!r}.")
             call.agree(path, attribute_names(kind, attrs))
 

@@ -91,6 +91,8 @@ class RootFile:
         self._is_durable = is_durable
         self._number = 0
         """Number of commits."""
+        self.was_killed = False
+        """Whether the writer before this one did not close the file."""
         self._free = ReuseList()
         self._arena = (0, 0)
         """Begin and end of the space for nodes and headers that was reserved last."""
@@ -126,10 +128,14 @@ class RootFile:
                 "it with h5repack -S FSM_AGGR -P 0."
             )
         end = int(file.attrs.get(END, 0))
-        # After a kill the stated end is a multiple of AHEAD_BYTES; after `close` it is exact. If a
-        # different program has extended the file, the attribute does not count any more.
-        is_ours = self._stated == end or (self._stated % AHEAD_BYTES == 0 and end < self._stated)
-        if not (is_ours and self._superblock.root.header < end):
+        # After a kill the stated end is a multiple of AHEAD_BYTES, and the file goes on behind it;
+        # after `close` it is exact. If a different program has extended the file, the attribute
+        # does not count any more, and the file ends at the stated end.
+        self.was_killed = (
+            self._stated % AHEAD_BYTES == 0
+            and self._superblock.root.header < end < self._stated < self._size
+        )
+        if not self.was_killed:
             end = self._stated
         return end, int(file.attrs.get(STEPS, 0))
 
@@ -260,13 +266,20 @@ class RootFile:
         if self._is_durable:
             os.fsync(self.handle)
         place, data = self._superblock.commit(root, self._stated)
+        before = self.read(place, len(data))
         # One call, never a loop: these few bytes are in one page, so a kill leaves all or none of
         # them.
         if os.pwrite(self.handle, data, place) != len(data):
             raise OSError(f"The superblock of {self.path} was not written.")
-        self._superblock = replace(self._superblock, root=root)
         if self._is_durable:
-            os.fsync(self.handle)
+            try:
+                os.fsync(self.handle)
+            except OSError:
+                # The caller learns that the step was not written, and the next commit reuses the
+                # space of these headers, so the file must not name them.
+                os.pwrite(self.handle, before, place)
+                raise
+        self._superblock = replace(self._superblock, root=root)
 
     def _staged(
         self, index: _Index, added: Mapping[Place, tuple[ChunkEntry, bool]], batch: _Batch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -13,13 +14,19 @@ import numpy as np
 from mpistrat import hdf5
 from mpistrat.collectives.collectives import CollectiveCall, Collectives
 from mpistrat.collectives.operations.all_gather import gather_flat
-from mpistrat.data.hdf5_writer.chunk_store import ChunkStore, Encoded, SharedSpace, entries_of
+from mpistrat.data.hdf5_writer.chunk_store import (
+    ChunkStore,
+    Encoded,
+    SharedSpace,
+    entries_of,
+    first_page,
+)
 from mpistrat.data.hdf5_writer.dataset_spec import OutputDataset, existing_dataset
 from mpistrat.data.hdf5_writer.encoders import isal_version
 from mpistrat.data.hdf5_writer.exchange import PlacedPart, exchange_round, pieces_of
 from mpistrat.data.hdf5_writer.geometry import Piece
 from mpistrat.data.hdf5_writer.header_copy import Changes, growing_datasets
-from mpistrat.data.hdf5_writer.target import Target, objects_of
+from mpistrat.data.hdf5_writer.target import Target, naming, objects_of, open_same
 from mpistrat.errors import DataError
 from mpistrat.sharding import ceil_div
 
@@ -32,6 +39,7 @@ class Session:
 
     def __init__(self, ranks: Collectives, kind: str, path: str, mode: str, durable: bool) -> None:
         self.ranks = ranks
+        self.path = path
         self.mode = mode
         self.durable = durable
         self.target: Target | None = None
@@ -44,46 +52,72 @@ class Session:
         self.changes = Changes()
         self.is_changed = False
         """Whether rank 0 has `changes`."""
+        self.is_stale = False
+        """Whether the next commit must write chunks without new rows: see `OpenChunk`."""
         self.num_waiting = 0
         """Number of steps that are not committed."""
-        self.changes_of_this_session: set[str] = set()
-        """Names of objects that this writer has created."""
+        self.known_objects: dict[str, tuple[Any, Any] | None] = {}
+        """Shape and dtype of each dataset by path, ``None`` for groups, committed or not."""
+        self.created_names: set[str] = set()
+        """Paths of the objects that this writer has created, which cannot be created again."""
+        self.is_lost = False
+        """Whether a step of a file with mode "w" could not be written, so that it was removed."""
         self._added: dict[str, Any] = {}
+        self._pages: dict[int, tuple[int, int, int]] = {}
+        """On several nodes, for each rank a part of its new bytes: place, length and digest."""
         self._addresses: dict[str, int] = {}
         """Addresses of contiguous datasets."""
         # Rank 0 first: it takes the lock, and shows that the file is one that can be resumed.
-        ranks.on_root(lambda: self._open_root(path, mode, durable), kind)
+        ranks.on_root(self._named(lambda: self._open_root(path, mode, durable)), kind)
         try:
             # In mode "w" the file has a temporary name, which only rank 0 knows.
-            name, end, self.steps = ranks.on_root(self._described, kind)
-            with ranks.common_outcome(kind):
-                self.handle = os.open(name, os.O_RDWR | os.O_CLOEXEC)
+            name, inode, end, self.steps, self.is_stale = ranks.on_root(self._described, kind)
+            with self.outcome(kind):
+                self.handle = open_same(name, inode)
             # With different compressors, the stored bytes of a chunk would depend on its owner, and
             # so on the number of ranks.
-            versions = ranks.gather_json(isal_version(), kind)
+            facts = ranks.gather_json([isal_version(), socket.gethostname()], kind)
+            versions = [version for version, _ in facts]
+            self.is_on_several_hosts = len({host for _, host in facts}) > 1
             self.fast_gzip = versions[0] is not None and len(set(versions)) == 1
             self.name = name
             self.space = SharedSpace(end, ranks.size)
             self.store = ChunkStore(os.path.dirname(name), ranks.rank, ranks.size)
-            with ranks.common_outcome(kind):
+            with self.outcome(kind):
                 self._read_existing(None)
         except BaseException:
             self.abandon()
             raise
+
+    @contextlib.contextmanager
+    def outcome(self, kind: str) -> Iterator[None]:
+        """Let the body fail on all ranks if it fails on any, with errors that name the file."""
+        with self.ranks.common_outcome(kind), naming(self.path):
+            yield
+
+    def _named(self, work: Callable[[], Any]) -> Callable[[], Any]:
+        return naming(self.path)(work)
 
     def _open_root(self, path: str, mode: str, durable: bool) -> None:
         target = Target(path, mode, durable)
         target.inspect()
         self.target = target
 
-    def _described(self) -> tuple[str, int, int]:
+    @property
+    def must_commit(self) -> bool:
+        """Whether the file lacks steps or changes, or has rows that no commit shows. Local."""
+        return bool(self.num_waiting) or self.is_changed or self.is_stale
+
+    def _described(self) -> tuple[str, int, int, int, bool]:
         assert self.target is not None
-        return self.target.name, self.target.end, self.target.steps
+        target = self.target
+        inode = os.fstat(target.file.handle).st_ino
+        return target.name, inode, target.end, target.steps, target.file.was_killed
 
     def _read_existing(self, rows: dict[str, int] | None) -> None:
         """Take over the growing datasets of the file, with fewer rows if `rows` says so. Local."""
         with contextlib.closing(hdf5.open_for_reading(self.name, DataError)) as file:
-            self.objects = objects_of(file)
+            self.known_objects = objects_of(file)
             for name, stored in growing_datasets(file).items():
                 if stored.dtype.hasobject:
                     continue  # it stays as it is
@@ -98,7 +132,10 @@ class Session:
                 self.datasets[name] = dataset
                 self.committed_rows[name] = dataset.rows
                 self.store.add(dataset)
-                self.store.fill_last(dataset, stored)
+                # A killed writer may have written rows of a step that it did not commit, and a file
+                # that is cut back has rows of later steps.
+                is_stale = rows is not None or (self.is_stale and not dataset.is_filtered)
+                self.store.fill_last(dataset, stored, is_stale)
                 if self.target is not None:
                     self.target.file.know(dataset, stored)
 
@@ -107,7 +144,7 @@ class Session:
     def add(self, dataset: OutputDataset) -> None:
         """Accept rows of a new dataset. Local, on all ranks."""
         self.datasets[dataset.name] = dataset
-        self.objects[dataset.name] = dataset.shape, dataset.dtype
+        self.known_objects[dataset.name] = dataset.shape, dataset.dtype
         self.committed_rows[dataset.name] = 0
         self.store.add(dataset)
         self.is_changed = True
@@ -121,14 +158,14 @@ class Session:
 
     def note_groups(self, name: str) -> None:
         """Remember a new object and the groups around it. Local, on all ranks."""
-        self.changes_of_this_session.add(name)
+        self.created_names.add(name)
         parts = name.split("/")
         for number in range(1, len(parts)):
-            self.objects.setdefault("/".join(parts[:number]), None)
+            self.known_objects.setdefault("/".join(parts[:number]), None)
 
     def forget(self, name: str) -> None:
         """Undo `add` for a dataset that the first step has created. Local, on all ranks."""
-        del self.datasets[name], self.objects[name], self.committed_rows[name]
+        del self.datasets[name], self.known_objects[name], self.committed_rows[name]
         self.store.remove(name)
         if self.target is not None:
             self.changes.datasets.pop(name, None)
@@ -162,28 +199,33 @@ class Session:
             arena = 0
             if is_commit and self.target is not None:
                 arena = self.target.file.prepare(self._counts(), self.space.end)
-            return {"chunks": [each.as_json() for each in encoded], "arena": arena}
+            page = first_page(encoded) if self.is_on_several_hosts else None
+            return {"chunks": [each.as_json() for each in encoded], "arena": arena, "page": page}
 
-        reports = self._reports(kind, encode)
+        reports = self._reports(kind, self._named(encode))
         chunks, arena = [each["chunks"] for each in reports], reports[0]["arena"]
         if any(chunks):
             addresses = self.space.place_chunks(chunks)
-            with self.ranks.common_outcome(kind):
+            with self.outcome(kind):
                 self.store.write(self.handle, encoded, addresses[self.ranks.rank])
                 # Each rank flushes what it has written, before rank 0 commits: on several nodes,
-                # rank 0 cannot flush the pages of a different node.
-                if flush:
+                # rank 0 cannot flush the pages of a different node, nor see them before.
+                if flush or self.is_on_several_hosts:
                     os.fsync(self.handle)
+            for rank, report in enumerate(reports):
+                if report["page"]:
+                    offset, *page = report["page"]
+                    self._pages[rank] = addresses[rank][0] + offset, *page
             for name, found in entries_of(self.datasets, chunks, addresses).items():
                 self._added.setdefault(name, {}).update(found)
             self.store.release_full()
         elif flush:
-            with self.ranks.common_outcome(kind):
+            with self.outcome(kind):
                 os.fsync(self.handle)
         # All chunks of all ranks are written here, which the round above has shown.
         if is_commit:
             place = self.space.reserve(arena)
-            with self.ranks.common_outcome(kind):
+            with self.outcome(kind):
                 if self.target is not None:
                     self._commit(place, arena)
 
@@ -241,7 +283,7 @@ class Session:
             height = dataset.geometry.chunk[0]
             first = self.committed_rows[name] // height if dataset.grows else 0
             blocks = ceil_div(dataset.num_rows, height) - first
-            is_new = dataset.num_rows != self.committed_rows[name]
+            is_new = dataset.num_rows != self.committed_rows[name] or self.is_stale
             counts[name] = blocks * dataset.geometry.num_cells if is_new else 0
         return counts
 
@@ -249,6 +291,7 @@ class Session:
         assert self.target is not None
         file = self.target.file
         file.give(place, arena)
+        self.target.check_pages(self._pages)
         rows = {name: each.rows for name, each in self.datasets.items() if each.grows}
         file.commit(self._added, rows, self.steps + self.num_waiting, self.space.end)
 
@@ -257,13 +300,14 @@ class Session:
         # New objects first, because the headers of the commit are copies of theirs.
         with self.undone_if_failed():
             if self.is_changed:
-                self.space.end = self.ranks.on_root(self._apply, kind)
+                self.space.end = self.ranks.on_root(self._named(self._apply), kind)
                 self.is_changed = False
                 self.changes = Changes()
             self.store_chunks(kind, True, flush or self.durable)
         self.steps += self.num_waiting
         self.num_waiting = 0
-        self._added = {}
+        self.is_stale = False
+        self._added, self._pages = {}, {}
         for name, dataset in self.datasets.items():
             self.committed_rows[name] = dataset.num_rows
         self.store.note_commit()
@@ -285,29 +329,44 @@ class Session:
     def undo(self) -> None:
         """Drop the steps that are not committed. Local, on all ranks."""
         self.num_waiting = 0
-        self._added = {}
+        self._added, self._pages = {}, {}
         for name, dataset in self.datasets.items():
             if dataset.grows:
                 dataset.rows = self.committed_rows[name]
-        self.store.undo()
+        if self.mode == "w":
+            # Chunks of earlier steps are in the file, and not in memory any more. With only one
+            # commit, there is nothing to return to.
+            self.is_lost = True
+            self.abandon()
+            return
+        self.is_stale = True
+        self.store.undo(self.handle)
         self.space.note_failure()
 
     def cut(self, kind: str, steps: int, rows: dict[str, int]) -> None:
         """Return to an earlier step, in one commit."""
-        with self.ranks.common_outcome(kind):
-            # From the file, because chunks of earlier rows have left the memory.
-            self._read_existing(rows)
-        self.steps = steps
-        self.commit(kind, flush=True)
+        before = self.steps, dict(self.committed_rows)
+        try:
+            with self.outcome(kind):
+                # From the file, because chunks of earlier rows have left the memory.
+                self._read_existing(rows)
+            self.steps, self.is_stale = steps, True
+            self.commit(kind, flush=True)
+        except (OSError, DataError):
+            # The file still has all steps.
+            self.steps, self.is_stale = before[0], True
+            with self.outcome(kind):
+                self._read_existing(before[1])
+            raise
 
     # The end
 
     def finish(self, kind: str) -> None:
         """Close the file, which is complete."""
         # On every rank, before the file gets its name: all chunks must be on disk by then.
-        with self.ranks.common_outcome(kind):
+        with self.outcome(kind):
             os.fsync(self.handle)
-        self.ranks.on_root(self._publish, kind)
+        self.ranks.on_root(self._named(self._publish), kind)
         self.target = None
         self.abandon()
 
@@ -365,10 +424,10 @@ class Mover:
             self._store()
 
     def _store(self) -> None:
-        store, ranks = self._session.store, self._session.ranks
+        session, store = self._session, self._session.store
         is_checked = any(not dataset.grows for dataset in self._datasets)
         # Rows of growing datasets arrive exactly once. Others may have been written before.
-        with ranks.common_outcome(self._kind) if is_checked else contextlib.nullcontext():
+        with session.outcome(self._kind) if is_checked else contextlib.nullcontext():
             for dataset, piece, elements in self._arrived:
                 if not dataset.grows:
                     store.check(dataset, piece, elements.shape)

@@ -92,7 +92,7 @@ class Steps:
                     # commit do not need more memory than one.
                     session.store_chunks(kind, False)
         except Exception:
-            if session.is_changed:  # else the new datasets are in the file
+            if session.is_changed and not session.is_lost:  # else the new datasets are in the file
                 for name in created:
                     session.forget(name)
             raise
@@ -166,7 +166,7 @@ class Steps:
         for name, leaf in leaves.items():
             dataset = session.datasets.get(name)
             if dataset is None:
-                if name in session.objects:
+                if name in session.known_objects:
                     raise DataError(f"{kind}: {name!r} is not a dataset that can grow.")
                 options = dict(self._defaults)
                 shape = (None, *leaf.row_shape)

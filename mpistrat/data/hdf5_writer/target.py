@@ -7,6 +7,7 @@ import errno
 import io
 import os
 import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,34 @@ from mpistrat.data.hdf5_writer.lock import WriterLock
 from mpistrat.data.hdf5_writer.root_file import RootFile, write_all
 from mpistrat.errors import DataError
 from mpistrat.system.files import affixes, remove_leftovers, replace_file, umask, write_atomically
+from mpistrat.system.xxh3 import digest_of_values
+
+
+@contextlib.contextmanager
+def naming(path: str) -> Iterator[None]:
+    """Let errors of the system name the file of the writer."""
+    try:
+        yield
+    except OSError as error:
+        # Those of an open file have no name, and those of a new file its hidden one.
+        if error.errno is not None:
+            error.filename = path
+        raise
+
+
+def open_same(path: str, inode: int) -> int:
+    """Return a descriptor of the file that rank 0 has opened, or raise OSError."""
+    handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    # On a different node, the path may name a file on a local disk. Only the inode tells the
+    # difference.
+    if os.fstat(handle).st_ino == inode:
+        return handle
+    os.close(handle)
+    raise OSError(
+        errno.ESTALE,
+        "is a different file on this rank than on rank 0. Write to a folder that all nodes share",
+        path,
+    )
 
 
 class Target:
@@ -80,6 +109,26 @@ class Target:
             return node is not None and all(
                 name in node.attrs and _is_equal(node.attrs[name], attrs[name]) for name in attrs
             )
+
+    def check_pages(self, pages: Mapping[int, tuple[int, int, int]]) -> None:
+        """Check that this rank finds in the file what the others have written and flushed."""
+        # As for parallel checkpoints: on a file system where the nodes do not see each other's
+        # writes, the step would be lost, and only a reader would notice it. Opened again, because
+        # only then NFS promises to show the data of other nodes (nfs(5)).
+        handle = os.open(self.name, os.O_RDONLY | os.O_CLOEXEC) if pages else -1
+        try:
+            for rank, (place, num_bytes, digest) in pages.items():
+                page = np.frombuffer(os.pread(handle, num_bytes, place), np.uint8)
+                if digest_of_values(page) != digest:
+                    raise OSError(
+                        errno.EIO,
+                        f"rank 0 does not find in it what rank {rank} has written: this file "
+                        "system does not show all nodes the same. Write to a different one",
+                        str(self.path),
+                    )
+        finally:
+            if pages:
+                os.close(handle)
 
     def publish(self) -> None:
         """Let the complete file get its name, and close it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Mapping
 from types import TracebackType
@@ -289,7 +290,8 @@ class HDF5Writer:
         CollectiveMismatchError
             If the ranks pass different names, or different values for a row that all share.
         OSError
-            On every rank, if the file cannot be written. It stays at its last step.
+            On every rank, if the file cannot be written. It stays at its last step. In mode
+            ``"w"``, the new file is removed, and must be written again from the start.
         """
         self._open("append")
         self._steps.append(step)
@@ -339,9 +341,9 @@ class HDF5Writer:
             call.agree()
         if self._mode == "w":
             return
-        if session.num_waiting or session.is_changed:
+        if session.must_commit:
             session.commit(kind, flush=True)
-        with self._ranks.common_outcome(kind):
+        with session.outcome(kind):
             os.fsync(session.handle)
 
     def close(self) -> None:
@@ -362,12 +364,13 @@ class HDF5Writer:
         if session is None:
             return
         try:
+            self._open_session(kind)
             with self._ranks.call(kind) as call:
                 self._require_cross_replica(kind)
                 call.agree()
             if self._mode == "w":
                 self._check_complete(kind)
-            if self._mode == "w" or session.num_waiting or session.is_changed:
+            if self._mode == "w" or session.must_commit:
                 session.commit(kind, flush=True)
             ended = self.steps, self.rows
             session.finish(kind)
@@ -486,6 +489,13 @@ class HDF5Writer:
     def _open_session(self, kind: str) -> Session:
         if self._session is None:
             raise ValueError(f"{kind}: the writer of {self._path} is closed.")
+        if self._session.is_lost:
+            raise OSError(
+                errno.EIO,
+                f"{kind}: an earlier step could not be written, so the new file was removed, and "
+                "what stood there stays. Write all steps again with a new HDF5Writer",
+                self._path,
+            )
         return self._session
 
     def _require_cross_replica(self, kind: str) -> None:

@@ -1,5 +1,7 @@
 """Jobs of several ranks that lose one while they write, and resume on a different number."""
 
+import collections
+import os
 import random
 
 import h5py
@@ -58,19 +60,32 @@ def acknowledged(path):
     return max(map(int, file.read_text().split()), default=0) if file.exists() else 0
 
 
-def run_rounds(folder, number):
-    script, path = folder / "program.py", folder / "out.h5"
+def run_rounds(folder, number, modes="a"):
+    """Kill a rank of each job, and return the number of steps, and of kills by mode and victim."""
+    script, path, new = folder / "program.py", folder / "out.h5", folder / "new.h5"
     script.write_text(PROGRAM)
-    rng, steps = random.Random(3), 0
+    new.write_bytes(b"old")
+    rng, steps, kills = random.Random(3), 0, collections.Counter()
     for _ in range(number):
-        ranks = rng.randrange(1, 5)
+        mode, ranks = rng.choice(modes), rng.randrange(1, 5)
         victim, after_s = rng.randrange(ranks), rng.random() * 0.6
-        arguments = [path, "a", victim, after_s, steps + 10_000]
+        arguments = [path if mode == "a" else new, mode, victim, after_s, steps + 10_000]
         done = launch.Launched([script, *map(str, arguments)], ranks, cwd=folder).finish(120)
         assert done.returncode != 0, done.stderr
+        kills[f"mode {mode}, {ranks} ranks, {'rank 0' if victim == 0 else 'a later rank'}"] += 1
+        assert new.read_bytes() == b"old"
         if path.exists():
             steps = check(path, max(steps, acknowledged(path)))
-    return steps
+        print(f"{sum(kills.values())} of {number} killed, {steps} steps", flush=True)
+    # What the killed jobs have left is removed or written over.
+    for target, mode in ((path, "a"), (new, "w")):
+        arguments = [target, mode, -1, 0, steps + 5]
+        done = launch.Launched([script, *map(str, arguments)], 3, cwd=folder).finish(120)
+        assert done.returncode == 0, done.stderr
+        assert check(target, 0) == steps + 5
+    hidden = [name for name in os.listdir(folder) if name.startswith(".")]
+    assert not hidden, hidden
+    return steps, kills
 
 
 def test_a_job_that_loses_a_rank_keeps_all_steps(tmp_path):
@@ -78,9 +93,12 @@ def test_a_job_that_loses_a_rank_keeps_all_steps(tmp_path):
 
 
 @pytest.mark.campaign
-@pytest.mark.timeout(900)
-def test_sixty_jobs(tmp_path):
-    assert run_rounds(tmp_path, 60) > 100
+@pytest.mark.timeout(1800)
+def test_eighty_jobs(tmp_path):
+    steps, kills = run_rounds(tmp_path, 80, "aaaw")
+    print(f"{sum(kills.values())} kills, {steps} steps")
+    print(*sorted(kills.items()), sep="\n")
+    assert steps > 100
 
 
 def test_a_killed_job_in_mode_w_leaves_the_old_file(tmp_path):

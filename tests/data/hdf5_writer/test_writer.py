@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.data.hdf5_writer import root_file
+from mpistrat.data.hdf5_writer import chunk_store, root_file
 from mpistrat.errors import CollectiveMismatchError, ContextError, DataError
 
 FIELD = np.arange(8 * 9, dtype="f4").reshape(8, 9)
@@ -356,8 +356,9 @@ def test_other_files_stay_unchanged(strategy, path):
     with pytest.raises(DataError, match="not an HDF5 file"):
         ms.data.HDF5Writer(path, "a", strategy=strategy)
     assert path.read_bytes() == b"no HDF5 file" * 100
-    with pytest.raises(OSError, match="is a folder"):
-        ms.data.HDF5Writer(path.parent, "w", strategy=strategy)
+    for mode in ("a", "w"):
+        with pytest.raises(OSError, match=f"is a folder.*{path.parent.name}"):
+            ms.data.HDF5Writer(path.parent, mode, strategy=strategy)
     assert os.listdir(path.parent) == [path.name]
 
 
@@ -414,6 +415,32 @@ def test_a_full_disk_keeps_the_last_step(strategy, path, monkeypatch):
         strategy.barrier()
         out.append({**values, "events": {"id": rows}})
     assert_steps(strategy, path, 4)
+
+
+def test_a_full_disk_ends_a_new_file(strategy, path, monkeypatch):
+    if strategy.rank == 0:
+        path.write_bytes(b"old")
+
+    def full(handle, address, data):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    out = ms.data.HDF5Writer(path, strategy=strategy)
+    for _ in range(3):
+        out.append({"x": np.ones((2000, 9))})
+    with monkeypatch.context() as patch:
+        patch.setattr(chunk_store, "write_all", full)
+        with pytest.raises(OSError, match="No space left"):
+            out.append({"x": np.ones((2000, 9))})
+    # Rows of the first steps have left the memory, so no later call may seem to succeed.
+    with pytest.raises(OSError, match=r"append: an earlier step could not be written.*out\.h5"):
+        out.append({"x": np.ones((2000, 9))})
+    with pytest.raises(OSError, match="close: an earlier step could not be written"):
+        out.close()
+    out.close()
+    assert out.closed
+    strategy.barrier()
+    assert path.read_bytes() == b"old"
+    assert os.listdir(path.parent) == [path.name]
 
 
 def test_context(strategy, path):
