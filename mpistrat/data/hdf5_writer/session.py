@@ -8,13 +8,11 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import numpy as np
-
 from mpistrat import hdf5
 from mpistrat.collectives.collectives import CollectiveCall, Collectives
-from mpistrat.collectives.operations.all_gather import gather_flat
 from mpistrat.data.hdf5_writer.chunk_store import ChunkStore, Encoded, SharedSpace, entries_of
 from mpistrat.data.hdf5_writer.dataset_spec import OutputDataset, existing_dataset
+from mpistrat.data.hdf5_writer.direct_rows import DirectRows, Entries
 from mpistrat.data.hdf5_writer.encoders import isal_version
 from mpistrat.data.hdf5_writer.exchange import PlacedPart, exchange_round, pieces_of
 from mpistrat.data.hdf5_writer.geometry import Piece
@@ -22,9 +20,6 @@ from mpistrat.data.hdf5_writer.header_copy import Changes, growing_datasets
 from mpistrat.data.hdf5_writer.target import Target, objects_of
 from mpistrat.errors import DataError
 from mpistrat.sharding import ceil_div
-
-_REPORT_BYTES = 1024
-"""Reports of up to this many bytes are sent in one message."""
 
 
 class Session:
@@ -65,6 +60,7 @@ class Session:
             self.name = name
             self.space = SharedSpace(end, ranks.size)
             self.store = ChunkStore(os.path.dirname(name), ranks.rank, ranks.size)
+            self.direct = DirectRows(self.store, self.space, self._addresses, self._is_on_one_node)
             with ranks.common_outcome(kind):
                 self._read_existing(None)
         except BaseException:
@@ -98,6 +94,7 @@ class Session:
                 self.datasets[name] = dataset
                 self.committed_rows[name] = dataset.rows
                 self.store.add(dataset)
+                self.direct.forget(name)
                 self.store.fill_last(dataset, stored)
                 if self.target is not None:
                     self.target.file.know(dataset, stored)
@@ -130,6 +127,7 @@ class Session:
         """Undo `add` for a dataset that the first step has created. Local, on all ranks."""
         del self.datasets[name], self.objects[name], self.committed_rows[name]
         self.store.remove(name)
+        self.direct.forget(name)
         if self.target is not None:
             self.changes.datasets.pop(name, None)
             self.target.file.remove(name)
@@ -137,24 +135,35 @@ class Session:
     # Rows
 
     def move(
-        self, kind: str, call: CollectiveCall, parts: Iterable[PlacedPart], is_same: bool = False
+        self, kind: str, call: CollectiveCall, parts: Iterable[PlacedPart], is_sent: bool
     ) -> Mover:
         """Begin to send the rows of `parts` to the owners of their chunks; inside `call`.
 
-        `is_same` says that all ranks hold all rows, so that none are sent.
+        If `is_sent` is false, all ranks hold all these rows, and each keeps those that it owns.
         """
         mover = Mover(self, kind, parts)
-        if is_same:
-            mover.take_all()
-        else:
+        if is_sent:
             mover.round(call)
+        else:
+            mover.take_all()
         return mover
+
+    def add_chunks(self, entries: Entries) -> None:
+        """Let the next commit name chunks that were written. Local."""
+        for name, found in entries.items():
+            self._added.setdefault(name, {}).update(found)
+
+    def missing(self, dataset: OutputDataset) -> int | None:
+        """Return the first row that this rank lacks of a dataset of fixed size, if any. Local."""
+        where = self.direct if self.direct.is_direct(dataset) else self.store
+        return where.missing(dataset)
 
     def store_chunks(self, kind: str, is_commit: bool, flush: bool = False) -> None:
         """Write all chunks that are complete; with `is_commit` also the last ones."""
         encoded: list[Encoded] = []
 
         def encode() -> dict[str, Any]:
+            self.direct.write(self.handle)
             encoded.extend(self.store.full())
             if is_commit:
                 encoded.extend(self.store.partial())
@@ -164,6 +173,8 @@ class Session:
                 arena = self.target.file.prepare(self._counts(), self.space.end)
             return {"chunks": [each.as_json() for each in encoded], "arena": arena}
 
+        # On one node, rank 0 flushes for all: the kernel knows what any process has written.
+        is_flushing = flush and not self._is_on_one_node
         reports = self._reports(kind, encode)
         chunks, arena = [each["chunks"] for each in reports], reports[0]["arena"]
         if any(chunks):
@@ -172,12 +183,15 @@ class Session:
                 self.store.write(self.handle, encoded, addresses[self.ranks.rank])
                 # Each rank flushes what it has written, before rank 0 commits: on several nodes,
                 # rank 0 cannot flush the pages of a different node.
-                if flush:
+                if is_flushing:
                     os.fsync(self.handle)
-            for name, found in entries_of(self.datasets, chunks, addresses).items():
-                self._added.setdefault(name, {}).update(found)
+            entries = entries_of(self.datasets, chunks, addresses)
+            self.add_chunks(entries)
+            for name, found in entries.items():
+                for each, (entry, _) in found.items():
+                    self.direct.note_chunk(self.datasets[name], each, entry.address)
             self.store.release_full()
-        elif flush:
+        elif is_flushing:
             with self.ranks.common_outcome(kind):
                 os.fsync(self.handle)
         # All chunks of all ranks are written here, which the round above has shown.
@@ -185,11 +199,19 @@ class Session:
             place = self.space.reserve(arena)
             with self.ranks.common_outcome(kind):
                 if self.target is not None:
+                    if flush and not (is_flushing or self.durable):
+                        os.fsync(self.handle)
                     self._commit(place, arena)
+
+    @property
+    def _is_on_one_node(self) -> bool:
+        """Whether all ranks are known to share memory, and so the cache of the file system."""
+        piggyback = self.ranks.channel.transport.piggyback
+        return self.ranks.size == 1 or (piggyback is not None and piggyback.is_shared)
 
     def _reports(self, kind: str, encode: Callable[[], dict[str, Any]]) -> list[Any]:
         """Return the result of `encode` on each rank, or raise on all if it fails on any."""
-        # Mostly in one message, where `on_all` needs three.
+        # Mostly with the agreement, where `on_all` needs two more messages.
         if self.ranks.size == 1:
             return [encode()]
         own: dict[str, Any] | None = None
@@ -201,22 +223,10 @@ class Session:
             # `again`, which raises the error.
             error = raised
         text = b"" if own is None else json.dumps(own, separators=(",", ":")).encode()
-        row = np.zeros(_REPORT_BYTES, np.uint8)
-        row[:8] = np.frombuffer(np.int64(len(text)).tobytes(), np.uint8)
-        is_short = len(text) <= _REPORT_BYTES - 8
-        if is_short:
-            row[8 : 8 + len(text)] = np.frombuffer(text, np.uint8)
         with self.ranks.call(kind) as call:
-            call.agree("chunks")
-            with call.moving():
-                (joined,) = gather_flat(call, [row], [[_REPORT_BYTES] * self.ranks.size])
-        rows = joined.reshape(self.ranks.size, _REPORT_BYTES)
-        lengths = [int(each[:8].view(np.int64)[0]) for each in rows]
-        if all(0 < length <= _REPORT_BYTES - 8 for length in lengths):
-            return [
-                json.loads(each[8 : 8 + length].tobytes())
-                for each, length in zip(rows, lengths, strict=True)
-            ]
+            texts = call.agree_with(call.signature("chunks"), text)
+        if all(texts):
+            return [json.loads(each) for each in texts]
 
         def again() -> Any:
             if error is not None:
@@ -267,6 +277,7 @@ class Session:
         for name, dataset in self.datasets.items():
             self.committed_rows[name] = dataset.num_rows
         self.store.note_commit()
+        self.direct.note_commit()
         self.space.note_commit()
 
     def _apply(self) -> int:
@@ -285,11 +296,15 @@ class Session:
     def undo(self) -> None:
         """Drop the steps that are not committed. Local, on all ranks."""
         self.num_waiting = 0
-        self._added = {}
+        # Rows of fixed size are no part of a step, and stay.
+        self._added = {
+            name: found for name, found in self._added.items() if not self.datasets[name].grows
+        }
         for name, dataset in self.datasets.items():
             if dataset.grows:
                 dataset.rows = self.committed_rows[name]
         self.store.undo()
+        self.direct.undo()
         self.space.note_failure()
 
     def cut(self, kind: str, steps: int, rows: dict[str, int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -57,39 +58,44 @@ class Steps:
                 (check_split if is_split else check_rows)(kind, leaf, datasets[name])
             # All checks are before this line. If one fails on some ranks, no rank has moved data.
             call.include_values([each.arrays[0] for each in leaves.values() if each.is_shared])
-            call.agree(*(self._signature(leaf, datasets[leaf.name]) for leaf in leaves.values()))
             own_reports = [self._lengths(leaf, datasets[leaf.name]) for leaf in leaves.values()]
-            # `agree` has compared these values on all ranks, so each rank takes from its arrays
-            # what it has to write, and nothing is sent.
-            is_same = all(leaf.is_shared for leaf in leaves.values())
-            reports = (
-                [own_reports] * self._session.ranks.size
-                if is_same
-                else self._exchange_reports(call, own_reports)
-            )
-            parts, counts = [], {}
+            signature = [self._signature(leaf, datasets[leaf.name]) for leaf in leaves.values()]
+            reports = self._agree_with(call, leaves, own_reports, signature)
+            parts, counts = {}, {}
             for number, (name, leaf) in enumerate(leaves.items()):
                 of_leaf = [report[number] for report in reports]
-                own, counts[name] = appended(kind, leaf, datasets[name], of_leaf, self._members)
-                parts += own
+                parts[name], counts[name] = appended(
+                    kind, leaf, datasets[name], of_leaf, self._members
+                )
             # Not earlier: the lines above may raise on all ranks, and the writer must then be as
             # before.
             for dataset in new:
                 session.note_groups(dataset.name)
                 session.add(dataset)
                 created.append(dataset.name)
+            sent, is_sent = [], False
             for name, count in counts.items():
-                datasets[name].rows += count
-            mover = session.move(kind, call, parts, is_same)
+                dataset = datasets[name]
+                if session.direct.takes_steps(dataset):
+                    session.add_chunks(
+                        session.direct.add_rows(dataset, dataset.rows, count, parts[name])
+                    )
+                else:
+                    sent += parts[name]
+                    # All ranks hold a row that is shared, as the agreement has shown.
+                    is_sent |= not leaves[name].is_shared
+                dataset.rows += count
+            mover = session.move(kind, call, sent, is_sent)
         try:
             with session.undone_if_failed():
                 mover.finish()
                 session.num_waiting += 1
                 if self._session.mode == "a" and session.num_waiting >= self._per_commit:
                     session.commit(kind)
-                elif session.has_full_blocks():
+                elif session.direct.has_waiting or session.has_full_blocks():
                     # Complete chunks leave the memory before the commit, so that many steps per
-                    # commit do not need more memory than one.
+                    # commit do not need more memory than one. Rows that are written directly are
+                    # still in arrays of the program.
                     session.store_chunks(kind, False)
         except Exception:
             if session.is_changed:  # else the new datasets are in the file
@@ -121,20 +127,27 @@ class Steps:
                 check_type(kind, leaf, dataset)
                 place_leaf(kind, leaf, by_name[name], dataset)
             call.include_values([each.arrays[0] for each in leaves.values() if each.is_shared])
-            call.agree(*(f"{n}: {_sort_of_place(leaf)}" for n, leaf in leaves.items()))
-            reports = self._exchange_reports(
-                call,
-                [
-                    self._members.reports(leaf, [_described_place(each) for each in leaf.at])
-                    | {"rows": [int(each.shape[0]) for each in leaf.arrays]}
-                    for leaf in leaves.values()
-                ],
-            )
-            parts = []
+            own_reports = [
+                self._members.reports(leaf, [self._described_place(leaf, each) for each in leaf.at])
+                | {"rows": [int(each.shape[0]) for each in leaf.arrays]}
+                for leaf in leaves.values()
+            ]
+            sorts = [f"{name}: {self._sort_of_place(leaf)}" for name, leaf in leaves.items()]
+            reports = self._agree_with(call, leaves, own_reports, sorts)
+            sent, direct = [], []
             for number, (name, leaf) in enumerate(leaves.items()):
-                of_leaf = [report[number] for report in reports]
-                parts += written(kind, leaf, session.datasets[name], of_leaf, self._members)
-            mover = session.move(kind, call, parts)
+                dataset, of_leaf = session.datasets[name], [report[number] for report in reports]
+                parts, boxes = written(kind, leaf, dataset, of_leaf, self._members)
+                entries = session.direct.takes_boxes(dataset, boxes)
+                if entries is None:
+                    sent += parts
+                else:
+                    session.add_chunks(entries)
+                    direct.append((dataset, session.direct.covered(dataset, boxes or ()), parts))
+            # Not earlier: rows that are written twice have raised for all datasets.
+            for each in direct:
+                session.direct.add_boxes(*each)
+            mover = session.move(kind, call, sent, len(direct) < len(leaves))
         mover.finish()
         session.store_chunks(kind, False)
 
@@ -189,30 +202,38 @@ class Steps:
         axis = max(dataset.split_axis - 1, 0)
         return self._members.reports(leaf, [int(each.shape[axis]) for each in leaf.arrays])
 
-    def _exchange_reports(self, call: CollectiveCall, own: list[dict[str, Any]]) -> list[Any]:
-        """Return the reports of all ranks about their parts."""
-        if self._session.ranks.size == 1:
-            return [own]
-        with call.moving():
-            return call.channel.exchange(own)
+    def _agree_with(
+        self,
+        call: CollectiveCall,
+        leaves: Mapping[str, Leaf],
+        own: list[dict[str, Any]],
+        details: list[str],
+    ) -> list[Any]:
+        """Agree on `details`, and return the reports of all ranks about their parts."""
+        # What all ranks hold needs no report: its values are in the agreement.
+        if self._session.ranks.size == 1 or all(leaf.is_shared for leaf in leaves.values()):
+            call.agree(*details)
+            return [own] * self._session.ranks.size
+        text = json.dumps(own, separators=(",", ":")).encode()
+        return [json.loads(each) for each in call.agree_with(call.signature(*details), text)]
+
+    def _described_place(self, leaf: Leaf, at: Any) -> Any:
+        if at is None or isinstance(at, tuple):
+            return at
+        if isinstance(at, range):
+            return ["range", at.start, at.stop]
+        # Only for datasets that are written directly, all ranks must know all rows.
+        is_direct = self._session.direct.is_direct(self._session.datasets[leaf.name])
+        return ["rows", [int(row) for row in (at if is_direct else at[:1])], len(at)]
+
+    def _sort_of_place(self, leaf: Leaf) -> str:
+        first = leaf.at[0]
+        if leaf.is_shared:
+            return f"the same row at {self._described_place(leaf, first)}"
+        return "all rows" if first is None else "a box" if isinstance(first, tuple) else "rows"
 
     def _parse(self, kind: str, values: Any) -> dict[str, Leaf]:
         layout = self._layout
         num_local = len(layout.local_replicas) if layout.is_shared else 1
         is_shared_out = layout.is_shared and layout.num_replicas != layout.num_ranks
         return parse_step(kind, values, num_local, is_shared_out)
-
-
-def _sort_of_place(leaf: Leaf) -> str:
-    if leaf.is_shared:
-        return "the same row"
-    first = leaf.at[0]
-    return "all rows" if first is None else "a box" if isinstance(first, tuple) else "rows"
-
-
-def _described_place(at: Any) -> Any:
-    if at is None or isinstance(at, tuple):
-        return at
-    if isinstance(at, range):
-        return [at.start, at.stop]
-    return [int(row) for row in at[:1]] + [len(at)]
