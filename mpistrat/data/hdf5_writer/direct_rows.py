@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -235,10 +236,22 @@ class DirectRows:
             self._write_fill(handle, each)
         self._stale = {}
         for part in parts:
-            # As its own owner, this rank gets all pieces of a part that only it holds.
-            for dataset, piece, elements, _ in pieces_of([part], self._rank, self._size):
+            for dataset, piece, elements in self._pieces(part):
                 _write_piece(handle, self._address(dataset, piece), dataset, piece, elements)
         self._addresses.clear()
+
+    def _pieces(self, part: PlacedPart) -> Iterator[tuple[OutputDataset, Piece, np.ndarray]]:
+        """Yield the pieces of a part that this rank writes."""
+        geometry, rows, array = part.dataset.geometry, part.rows, part.array
+        if len(rows) == 1 and geometry.num_cells == 1 and type(array) is np.ndarray:
+            # Most small steps: one row, or a part of it, in one chunk.
+            block, row = divmod(int(rows[0]), geometry.chunk[0])
+            if not part.is_shared or geometry.owner(block, 0, self._size) == self._rank:
+                piece = Piece(block, 0, slice(row, row + 1), slice(0, 1), part.starts, ())
+                yield part.dataset, piece, array
+            return
+        for dataset, piece, elements, _ in pieces_of([part], self._rank, self._size):
+            yield dataset, piece, elements
 
     def _address(self, dataset: OutputDataset, piece: Piece) -> int:
         if dataset.grows:
@@ -306,13 +319,13 @@ def _write_piece(
     """Write a piece of a chunk that is at `address`, with one call for each run of its bytes."""
     if not values.size:
         return
-    chunk, lengths = dataset.geometry.chunk, values.shape[1:]
-    strides = [dataset.dtype.itemsize] * len(chunk)
-    for axis in range(len(chunk) - 1, 0, -1):
-        strides[axis - 1] = strides[axis] * chunk[axis]
+    chunk, lengths, item_bytes = dataset.geometry.chunk, values.shape[1:], dataset.dtype.itemsize
+    strides = [item_bytes * each for each in dataset.geometry.strides]
     # The last axis along which the piece is shorter than the chunk: a run goes on behind it.
-    axis = max((n for n, own in enumerate(lengths, 1) if own < chunk[n]), default=0)
-    address += sum(start * step for start, step in zip(piece.starts, strides[1:], strict=True))
+    axis = len(lengths)
+    while axis and lengths[axis - 1] == chunk[axis]:
+        axis -= 1
+    address += sum(map(operator.mul, piece.starts, strides[1:]))
     rows = piece.rows
     if isinstance(rows, slice) and axis < 2 and (not axis or len(values) == 1):
         write_all(handle, address + rows.start * strides[0], _bytes_of(values))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from mpistrat.agreement.ledger import Signature
 from mpistrat.collectives.collectives import CollectiveCall
 from mpistrat.data.hdf5_writer.dataset_spec import OutputDataset, canonical, make_dataset
 from mpistrat.data.hdf5_writer.parts import (
@@ -16,10 +18,38 @@ from mpistrat.data.hdf5_writer.parts import (
     parse_step,
     place_leaf,
 )
-from mpistrat.data.hdf5_writer.session import Session
+from mpistrat.data.hdf5_writer.session import Session, parsed_report
 from mpistrat.data.hdf5_writer.step_layout import Ranks, appended, written
 from mpistrat.errors import DataError
 from mpistrat.layout import Layout
+
+
+@dataclass
+class _Checked:
+    """A step whose values were checked, with what the ranks compare and exchange."""
+
+    kinds: tuple[Any, ...]
+    """Names, dtypes and shapes."""
+    splits: tuple[int, ...]
+    datasets: dict[str, OutputDataset]
+    details: tuple[str, ...]
+    """What must be equal on all ranks, as text."""
+    reports: list[dict[str, Any]]
+    """The lengths of the parts of this rank."""
+    signature: Signature | None = None
+    text: bytes = b""
+    """The reports as JSON."""
+
+
+def _kinds(leaves: Mapping[str, Leaf]) -> tuple[Any, ...]:
+    return tuple(
+        (name, leaf.is_shared, leaf.dtype, [each.shape for each in leaf.arrays])
+        for name, leaf in leaves.items()
+    )
+
+
+def _splits(datasets: Mapping[str, OutputDataset]) -> tuple[int, ...]:
+    return tuple(each.split_axis for each in datasets.values())
 
 
 class Steps:
@@ -41,6 +71,8 @@ class Steps:
         self._per_commit = steps_per_commit
         self._names: tuple[str, ...] | None = None
         """Names of the datasets of each step, once they are known."""
+        self._last: _Checked | None = None
+        """The last step, whose checks count for the next one if that has the same kinds."""
 
     def append(self, step: Mapping[str, Any]) -> None:
         """Write rows: see `HDF5Writer.append`. **Collective**."""
@@ -50,17 +82,13 @@ class Steps:
         with self._session.ranks.call(kind) as call:
             self._require(kind)
             leaves = self._parse(kind, step)
-            self._check_names(kind, leaves)
-            datasets, new = self._datasets_of(kind, leaves)
-            for name, leaf in leaves.items():
-                check_type(kind, leaf, datasets[name])
-                is_split = datasets[name].split_axis and not leaf.is_shared
-                (check_split if is_split else check_rows)(kind, leaf, datasets[name])
+            checked, new = self._checked(leaves), list[OutputDataset]()
+            if checked is None:
+                checked, new = self._check(kind, leaves)
+            datasets = checked.datasets
             # All checks are before this line. If one fails on some ranks, no rank has moved data.
             call.include_values([each.arrays[0] for each in leaves.values() if each.is_shared])
-            own_reports = [self._lengths(leaf, datasets[leaf.name]) for leaf in leaves.values()]
-            signature = [self._signature(leaf, datasets[leaf.name]) for leaf in leaves.values()]
-            reports = self._agree_with(call, leaves, own_reports, signature)
+            reports = self._agree_with(call, leaves, checked)
             parts, counts = {}, {}
             for number, (name, leaf) in enumerate(leaves.items()):
                 of_leaf = [report[number] for report in reports]
@@ -103,6 +131,29 @@ class Steps:
                     session.forget(name)
             raise
         self._names = tuple(leaves)
+        if not new:
+            self._last = checked
+
+    def _checked(self, leaves: Mapping[str, Leaf]) -> _Checked | None:
+        """Return what is known of a step with the same names, dtypes and shapes as the last."""
+        last, datasets = self._last, self._session.datasets
+        # The parts of one replica's ranks are compared by digests, which every step has its own.
+        if last is None or self._layout.ranks_per_replica > 1 or last.kinds != _kinds(leaves):
+            return None
+        same = all(datasets.get(n) is each for n, each in last.datasets.items())
+        return last if same and last.splits == _splits(last.datasets) else None
+
+    def _check(self, kind: str, leaves: Mapping[str, Leaf]) -> tuple[_Checked, list[OutputDataset]]:
+        """Check the values of a step, and return its datasets, and those that are new."""
+        self._check_names(kind, leaves)
+        datasets, new = self._datasets_of(kind, leaves)
+        for name, leaf in leaves.items():
+            check_type(kind, leaf, datasets[name])
+            is_split = datasets[name].split_axis and not leaf.is_shared
+            (check_split if is_split else check_rows)(kind, leaf, datasets[name])
+        details = tuple(self._signature(leaf, datasets[name]) for name, leaf in leaves.items())
+        reports = [self._lengths(leaf, datasets[name]) for name, leaf in leaves.items()]
+        return _Checked(_kinds(leaves), _splits(datasets), datasets, details, reports), new
 
     def write(self, values: Mapping[str, Any], at: Any) -> None:
         """Write rows: see `HDF5Writer.write`. **Collective**."""
@@ -132,8 +183,8 @@ class Steps:
                 | {"rows": [int(each.shape[0]) for each in leaf.arrays]}
                 for leaf in leaves.values()
             ]
-            sorts = [f"{name}: {self._sort_of_place(leaf)}" for name, leaf in leaves.items()]
-            reports = self._agree_with(call, leaves, own_reports, sorts)
+            sorts = tuple(f"{name}: {self._sort_of_place(leaf)}" for name, leaf in leaves.items())
+            reports = self._agree_with(call, leaves, _Checked((), (), {}, sorts, own_reports))
             sent, direct = [], []
             for number, (name, leaf) in enumerate(leaves.items()):
                 dataset, of_leaf = session.datasets[name], [report[number] for report in reports]
@@ -203,19 +254,19 @@ class Steps:
         return self._members.reports(leaf, [int(each.shape[axis]) for each in leaf.arrays])
 
     def _agree_with(
-        self,
-        call: CollectiveCall,
-        leaves: Mapping[str, Leaf],
-        own: list[dict[str, Any]],
-        details: list[str],
-    ) -> list[Any]:
-        """Agree on `details`, and return the reports of all ranks about their parts."""
+        self, call: CollectiveCall, leaves: Mapping[str, Leaf], checked: _Checked
+    ) -> Sequence[Any]:
+        """Agree on a call, and return the reports of all ranks about their parts."""
+        if checked.signature is None:
+            checked.signature = Signature(call.signature(*checked.details))
         # What all ranks hold needs no report: its values are in the agreement.
         if self._session.ranks.size == 1 or all(leaf.is_shared for leaf in leaves.values()):
-            call.agree(*details)
-            return [own] * self._session.ranks.size
-        text = json.dumps(own, separators=(",", ":")).encode()
-        return [json.loads(each) for each in call.agree_with(call.signature(*details), text)]
+            call.agree_on(checked.signature)
+            call.is_moving = False
+            return [checked.reports] * self._session.ranks.size
+        if not checked.text:
+            checked.text = json.dumps(checked.reports, separators=(",", ":")).encode()
+        return [parsed_report(each) for each in call.agree_with(checked.signature, checked.text)]
 
     def _described_place(self, leaf: Leaf, at: Any) -> Any:
         if at is None or isinstance(at, tuple):
