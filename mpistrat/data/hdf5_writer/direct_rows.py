@@ -71,7 +71,8 @@ class DirectRows:
         self._space = space
         self._contiguous = contiguous
         """Addresses of contiguous datasets."""
-        self._is_possible = is_possible
+        self.is_possible = is_possible
+        """Whether ranks may write directly; equal on all of them."""
         self._open: dict[str, tuple[int, dict[int, int]]] = {}
         """Number of the last, partial block of a dataset, and addresses of its chunks by cell."""
         self._committed: dict[str, tuple[int, dict[int, int]]] = {}
@@ -92,7 +93,7 @@ class DirectRows:
 
     def takes_steps(self, dataset: OutputDataset) -> bool:
         """Return whether the rows of steps are written directly."""
-        if not self._is_possible or dataset.is_filtered or not dataset.grows:
+        if not self.is_possible or dataset.is_filtered or not dataset.grows:
             return False
         chunk, axis = dataset.geometry.chunk, dataset.split_axis
         # Without padding, ranks write every byte of a chunk; and each part of a row is one run.
@@ -187,7 +188,7 @@ class DirectRows:
         return self._entries(dataset, new)
 
     def _is_suitable(self, dataset: OutputDataset, boxes: Sequence[Box] | None) -> bool:
-        if not self._is_possible or dataset.is_filtered or dataset.grows or not boxes:
+        if not self.is_possible or dataset.is_filtered or dataset.grows or not boxes:
             return False
         if dataset.is_chunked:
             shape, chunk = (dataset.num_rows, *dataset.inner), dataset.geometry.chunk

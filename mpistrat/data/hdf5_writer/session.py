@@ -6,7 +6,7 @@ import contextlib
 import functools
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from mpistrat import hdf5
@@ -197,12 +197,38 @@ class Session:
                 os.fsync(self.handle)
         # All chunks of all ranks are written here, which the round above has shown.
         if is_commit:
-            place = self.space.reserve(arena)
-            with self.ranks.common_outcome(kind):
-                if self.target is not None:
-                    if flush and not (is_flushing or self.durable):
-                        os.fsync(self.handle)
-                    self._commit(place, arena)
+            self._commit_on_root(kind, arena, flush and not (is_flushing or self.durable))
+
+    def _commit_on_root(self, kind: str, arena: int, flush: bool) -> None:
+        place = self.space.reserve(arena)
+        with self.ranks.common_outcome(kind):
+            if self.target is not None:
+                if flush:
+                    os.fsync(self.handle)
+                self._commit(place, arena)
+
+    def can_write_ahead(self, datasets: Mapping[str, OutputDataset]) -> bool:
+        """Return whether rows of these datasets are all that the next commit writes. Local."""
+        is_clean = not (self.is_changed or self.num_waiting)
+        return is_clean and all(self.direct.takes_steps(each) for each in datasets.values())
+
+    def write_ahead(self) -> int:
+        """Write rows that wait, and return how many bytes rank 0 needs to commit them. Local."""
+        self.direct.write(self.handle)
+        if self.target is None:
+            return 0
+        return self.target.file.prepare(self._counts(), self.space.end)
+
+    def drop_ahead(self, end: int) -> None:
+        """Forget what `write_ahead` has written; the file was used up to `end`. Local."""
+        self.undo()
+        self.space.end = end
+
+    def commit_written(self, kind: str, arena: int) -> None:
+        """Make rows a part of the file that all ranks have written ahead."""
+        with self.undone_if_failed():
+            self._commit_on_root(kind, arena, False)
+        self._note_commit()
 
     @property
     def _is_on_one_node(self) -> bool:
@@ -272,6 +298,9 @@ class Session:
                 self.is_changed = False
                 self.changes = Changes()
             self.store_chunks(kind, True, flush or self.durable)
+        self._note_commit()
+
+    def _note_commit(self) -> None:
         self.steps += self.num_waiting
         self.num_waiting = 0
         self._added = {}

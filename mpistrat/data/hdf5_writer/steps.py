@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from mpistrat.agreement.ledger import Signature
 from mpistrat.collectives.collectives import CollectiveCall
 from mpistrat.data.hdf5_writer.dataset_spec import OutputDataset, canonical, make_dataset
+from mpistrat.data.hdf5_writer.exchange import PlacedPart
 from mpistrat.data.hdf5_writer.parts import (
     Leaf,
     check_rows,
@@ -22,6 +23,9 @@ from mpistrat.data.hdf5_writer.session import Session, parsed_report
 from mpistrat.data.hdf5_writer.step_layout import Ranks, appended, written
 from mpistrat.errors import DataError
 from mpistrat.layout import Layout
+
+_NOT_AHEAD, _FAILED_AHEAD = b"-", b"!"
+"""What a rank reports that has not written rows ahead of the agreement, or could not."""
 
 
 @dataclass
@@ -39,6 +43,10 @@ class _Checked:
     signature: Signature | None = None
     text: bytes = b""
     """The reports as JSON."""
+    of_ranks: tuple[bytes, ...] = ()
+    """The reports of all ranks about the last such step."""
+    is_usual: bool = False
+    """Whether they were the same as those of the step before."""
 
 
 def _kinds(leaves: Mapping[str, Leaf]) -> tuple[Any, ...]:
@@ -69,6 +77,7 @@ class Steps:
         self._layout = layout
         self._members = Ranks(layout)
         self._per_commit = steps_per_commit
+        self._mode_allows_ahead = session.mode == "a" and steps_per_commit == 1
         self._names: tuple[str, ...] | None = None
         """Names of the datasets of each step, once they are known."""
         self._last: _Checked | None = None
@@ -88,43 +97,43 @@ class Steps:
             datasets = checked.datasets
             # All checks are before this line. If one fails on some ranks, no rank has moved data.
             call.include_values([each.arrays[0] for each in leaves.values() if each.is_shared])
-            reports = self._agree_with(call, leaves, checked)
-            parts, counts = {}, {}
-            for number, (name, leaf) in enumerate(leaves.items()):
-                of_leaf = [report[number] for report in reports]
-                parts[name], counts[name] = appended(
-                    kind, leaf, datasets[name], of_leaf, self._members
+            end = session.space.end
+            ahead = self._write_ahead(kind, leaves, checked)
+            try:
+                heads, texts = self._agree_with(call, leaves, checked, ahead)
+            except BaseException:
+                if ahead != _NOT_AHEAD:
+                    session.drop_ahead(end)
+                raise
+            is_usual = texts == checked.of_ranks
+            is_written = is_usual and all(each.isdigit() for each in heads)
+            checked.is_usual, checked.of_ranks = is_usual, texts
+            # All ranks know what each has done, so all drop it, or all keep it.
+            if not is_written and any(each != _NOT_AHEAD for each in heads):
+                session.drop_ahead(end)
+            if not is_written:
+                parts, counts = self._placed(kind, leaves, checked)
+                # Not earlier: the lines above may raise on all ranks, and the writer must then be
+                # as before.
+                for dataset in new:
+                    session.note_groups(dataset.name)
+                    session.add(dataset)
+                    created.append(dataset.name)
+                sent = self._take_rows(datasets, parts, counts)
+                # All ranks hold a row that is shared, as the agreement has shown.
+                is_sent = any(
+                    not (leaf.is_shared or session.direct.takes_steps(datasets[name]))
+                    for name, leaf in leaves.items()
                 )
-            # Not earlier: the lines above may raise on all ranks, and the writer must then be as
-            # before.
-            for dataset in new:
-                session.note_groups(dataset.name)
-                session.add(dataset)
-                created.append(dataset.name)
-            sent, is_sent = [], False
-            for name, count in counts.items():
-                dataset = datasets[name]
-                if session.direct.takes_steps(dataset):
-                    session.add_chunks(
-                        session.direct.add_rows(dataset, dataset.rows, count, parts[name])
-                    )
-                else:
-                    sent += parts[name]
-                    # All ranks hold a row that is shared, as the agreement has shown.
-                    is_sent |= not leaves[name].is_shared
-                dataset.rows += count
-            mover = session.move(kind, call, sent, is_sent)
+                mover = session.move(kind, call, sent, is_sent)
         try:
             with session.undone_if_failed():
-                mover.finish()
                 session.num_waiting += 1
-                if self._session.mode == "a" and session.num_waiting >= self._per_commit:
-                    session.commit(kind)
-                elif session.direct.has_waiting or session.has_full_blocks():
-                    # Complete chunks leave the memory before the commit, so that many steps per
-                    # commit do not need more memory than one. Rows that are written directly are
-                    # still in arrays of the program.
-                    session.store_chunks(kind, False)
+                if is_written:
+                    session.commit_written(kind, int(heads[0]))
+                else:
+                    mover.finish()
+                    self._commit_or_store(kind)
         except Exception:
             if session.is_changed:  # else the new datasets are in the file
                 for name in created:
@@ -133,6 +142,63 @@ class Steps:
         self._names = tuple(leaves)
         if not new:
             self._last = checked
+
+    def _placed(
+        self, kind: str, leaves: Mapping[str, Leaf], checked: _Checked
+    ) -> tuple[dict[str, list[PlacedPart]], dict[str, int]]:
+        """Return the parts of this rank and the numbers of new rows, from all ranks' reports."""
+        reports = [parsed_report(text) for text in checked.of_ranks]
+        parts, counts = {}, {}
+        for number, (name, leaf) in enumerate(leaves.items()):
+            of_leaf = [report[number] for report in reports]
+            parts[name], counts[name] = appended(
+                kind, leaf, checked.datasets[name], of_leaf, self._members
+            )
+        return parts, counts
+
+    def _take_rows(
+        self,
+        datasets: Mapping[str, OutputDataset],
+        parts: Mapping[str, list[PlacedPart]],
+        counts: Mapping[str, int],
+    ) -> list[PlacedPart]:
+        """Accept new rows, and return the parts that the owners of chunks need."""
+        direct, sent = self._session.direct, []
+        for name, count in counts.items():
+            dataset = datasets[name]
+            if direct.takes_steps(dataset):
+                entries = direct.add_rows(dataset, dataset.rows, count, parts[name])
+                self._session.add_chunks(entries)
+            else:
+                sent += parts[name]
+            dataset.rows += count
+        return sent
+
+    def _write_ahead(self, kind: str, leaves: Mapping[str, Leaf], checked: _Checked) -> bytes:
+        """Write rows before the ranks agree, if each will probably bring as many as last time.
+
+        Then the agreement also shows that all have written, and `append` needs one round less. No
+        reader sees these rows before the commit. Returns how many bytes rank 0 needs for it.
+        """
+        session = self._session
+        is_known = checked is self._last and checked.is_usual
+        if not (is_known and self._mode_allows_ahead and session.can_write_ahead(checked.datasets)):
+            return _NOT_AHEAD
+        try:
+            self._take_rows(checked.datasets, *self._placed(kind, leaves, checked))
+            return b"%d" % session.write_ahead()
+        except Exception:
+            return _FAILED_AHEAD  # it fails once more, where all ranks learn why
+
+    def _commit_or_store(self, kind: str) -> None:
+        session = self._session
+        if session.mode == "a" and session.num_waiting >= self._per_commit:
+            session.commit(kind)
+        elif session.direct.has_waiting or session.has_full_blocks():
+            # Complete chunks leave the memory before the commit, so that many steps per commit do
+            # not need more memory than one. Rows that are written directly are still in arrays of
+            # the program.
+            session.store_chunks(kind, False)
 
     def _checked(self, leaves: Mapping[str, Leaf]) -> _Checked | None:
         """Return what is known of a step with the same names, dtypes and shapes as the last."""
@@ -184,7 +250,8 @@ class Steps:
                 for leaf in leaves.values()
             ]
             sorts = tuple(f"{name}: {self._sort_of_place(leaf)}" for name, leaf in leaves.items())
-            reports = self._agree_with(call, leaves, _Checked((), (), {}, sorts, own_reports))
+            _, texts = self._agree_with(call, leaves, _Checked((), (), {}, sorts, own_reports))
+            reports = [parsed_report(each) for each in texts]
             sent, direct = [], []
             for number, (name, leaf) in enumerate(leaves.items()):
                 dataset, of_leaf = session.datasets[name], [report[number] for report in reports]
@@ -254,19 +321,25 @@ class Steps:
         return self._members.reports(leaf, [int(each.shape[axis]) for each in leaf.arrays])
 
     def _agree_with(
-        self, call: CollectiveCall, leaves: Mapping[str, Leaf], checked: _Checked
-    ) -> Sequence[Any]:
-        """Agree on a call, and return the reports of all ranks about their parts."""
+        self,
+        call: CollectiveCall,
+        leaves: Mapping[str, Leaf],
+        checked: _Checked,
+        ahead: bytes = _NOT_AHEAD,
+    ) -> tuple[list[bytes], tuple[bytes, ...]]:
+        """Agree on a call, and return what all ranks have done ahead, and their reports."""
         if checked.signature is None:
             checked.signature = Signature(call.signature(*checked.details))
+            checked.text = json.dumps(checked.reports, separators=(",", ":")).encode()
+        ranks, is_same = self._session.ranks, all(leaf.is_shared for leaf in leaves.values())
         # What all ranks hold needs no report: its values are in the agreement.
-        if self._session.ranks.size == 1 or all(leaf.is_shared for leaf in leaves.values()):
+        if ranks.size == 1 or (is_same and not self._session.direct.is_possible):
             call.agree_on(checked.signature)
             call.is_moving = False
-            return [checked.reports] * self._session.ranks.size
-        if not checked.text:
-            checked.text = json.dumps(checked.reports, separators=(",", ":")).encode()
-        return [parsed_report(each) for each in call.agree_with(checked.signature, checked.text)]
+            return [ahead] * ranks.size, (checked.text,) * ranks.size
+        both = call.agree_with(checked.signature, b";".join((ahead, checked.text)))
+        heads, _, texts = zip(*(each.partition(b";") for each in both), strict=True)
+        return list(heads), texts
 
     def _described_place(self, leaf: Leaf, at: Any) -> Any:
         if at is None or isinstance(at, tuple):
