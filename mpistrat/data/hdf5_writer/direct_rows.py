@@ -322,7 +322,7 @@ def _write_piece(
         return
     chunk, lengths, item_bytes = dataset.geometry.chunk, values.shape[1:], dataset.dtype.itemsize
     strides = [item_bytes * each for each in dataset.geometry.strides]
-    # The last axis along which the piece is shorter than the chunk: a run goes on behind it.
+    # The last axis along which the piece is shorter than the chunk: a run has all axes after it.
     axis = len(lengths)
     while axis and lengths[axis - 1] == chunk[axis]:
         axis -= 1

@@ -188,7 +188,7 @@ class Steps:
             self._take_rows(checked.datasets, *self._placed(kind, leaves, checked))
             return b"%d" % session.write_ahead()
         except Exception:
-            return _FAILED_AHEAD  # it fails once more, where all ranks learn why
+            return _FAILED_AHEAD  # it fails again, where all ranks learn why
 
     def _commit_or_store(self, kind: str) -> None:
         session = self._session

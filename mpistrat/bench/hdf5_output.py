@@ -195,7 +195,7 @@ class _Output:
         with HDF5Writer(path, "a", strategy=self._strategy) as out:
             out.create_dataset("x", (None, _STEP), "f8", split_axis=1)
             out.append({"x": own})
-            # A process of its own: a rank that writes would never read during a commit.
+            # A separate process: a rank that writes would never read during a commit.
             if ranks.rank == 0:
                 command = [sys.executable, "-c", _READER, str(path), str(self._folder / "stop")]
                 reader = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -224,7 +224,7 @@ class _Output:
                 "fact": f"file of {_NUM_NUMBERS} numbers, MiB",
                 "value": numbers.stat().st_size / 2**20,
             },
-            {"fact": "memory beside the part, MiB", "value": used / 2**20},
+            {"fact": "memory in addition to the part, MiB", "value": used / 2**20},
             {"fact": "opens while the file grows", "value": float(opens)},
             {"fact": "opens that failed", "value": float(failed)},
         ]
