@@ -11,6 +11,8 @@ from time import monotonic_ns
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
+import numpy as np
+
 from mpistrat import errors
 from mpistrat.agreement.channel import Channel
 from mpistrat.agreement.departures import Overlap
@@ -21,6 +23,10 @@ from mpistrat.tracing.flight_recorder import FlightEntry, State
 from mpistrat.tracing.spans import Recorder, active, mark
 
 _C = TypeVar("_C", bound="Call")
+
+_LENGTH = struct.Struct("=q")
+_SHORT_BYTES = 2048
+"""A message of up to this many bytes is sent without asking for its length first."""
 
 _CALL, _ALL_CALL, _AGREED, _DONE = Status.CALL, Outcome.ALL_CALL, State.AGREED, State.DONE
 """Names of the module are faster to look up than class members, in each collective."""
@@ -188,6 +194,39 @@ class Call:
         self.is_moving = True
         entry.agreed_ns = monotonic_ns()
         entry.state = _AGREED
+
+    def agree_with(self, signature: tuple[Any, ...], own: bytes) -> list[bytes]:
+        """Do `agree_on`, and return the bytes of every rank, in rank order. **Collective**."""
+        # The bytes are mostly few. Then the agreement carries them, or one message.
+        transport = self.channel.transport
+        joined = np.frombuffer(_LENGTH.pack(len(own)) + own, np.uint8)
+        piggyback = transport.piggyback if self.channel.checks else None
+        room = _SHORT_BYTES if piggyback is None else piggyback.room
+        # Attached before the agreement, which then carries the first bytes of every rank.
+        if piggyback is not None:
+            piggyback.attach(joined[:room])
+        self.agree_on(signature)
+        with self.moving():
+            if piggyback is not None:
+                rows = piggyback.brought()
+            else:
+                first = np.zeros(room, np.uint8)
+                first[: joined.size] = joined[:room]
+                gathered = transport.all_gather(first, [room] * transport.size)
+                rows = [each.data for each in gathered.reshape(-1, room)]
+            stops = [_LENGTH.size + _LENGTH.unpack_from(row)[0] for row in rows]
+            texts = [
+                row[_LENGTH.size : min(stop, room)].tobytes()
+                for row, stop in zip(rows, stops, strict=True)
+            ]
+            # Every rank knows the lengths of all, so either all ranks make this second call or
+            # none.
+            if max(stops) > room:
+                rest = [max(each - room, 0) for each in stops]
+                more = transport.all_gather(joined[room:], rest)
+                parts = np.split(more, np.cumsum(rest)[:-1])
+                texts = [text + part.tobytes() for text, part in zip(texts, parts, strict=True)]
+        return texts
 
     def disagreement(self, signature: tuple[Any, ...]) -> errors.CollectiveError:
         """Return the error to raise if the ranks do not agree on `signature`. **Collective**."""

@@ -1,6 +1,6 @@
 """Benchmarks: this package compared with plain mpi4py and h5py, in one run."""
 
-from mpistrat.bench import checkpointing, communication, data
+from mpistrat.bench import checkpointing, communication, data, hdf5_output
 
 __all__ = ["BENCHMARKS"]
 
@@ -12,5 +12,6 @@ BENCHMARKS = {
         checkpointing.BENCHMARK,
         data.BENCHMARK,
         communication.GRADIENTS,
+        hdf5_output.BENCHMARK,
     )
 }

@@ -67,7 +67,7 @@ def measure(choices: Choices) -> Findings:
                 f"weight{i}": Variable(values, name=f"weight{i}")
                 for i, values in enumerate(random_arrays(shapes))
             }
-        with _folder(collectives) as folder:
+        with new_folder(collectives) as folder:
             compared = _Comparison(variables, folder, collectives)
             for what, peer, candidates in compared.rows():
                 row: Row = {"what": what, "model": model, "peer": peer}
@@ -211,7 +211,7 @@ def _safetensors() -> Any:
 
 
 @contextmanager
-def _folder(collectives: Collectives) -> Iterator[Path]:
+def new_folder(collectives: Collectives) -> Iterator[Path]:
     """Yield a new folder in the current one, and remove it at the end. **Collective**."""
     made = None  # not in TMPDIR, because the file system of the current folder is measured
     with collectives.all_or_none("bench"):

@@ -23,7 +23,7 @@ from mpistrat.system.text import counted
 if TYPE_CHECKING:
     from mpistrat.bench.benchmark import Benchmark, Choices
 
-_NAMES = ("agreement", "allreduce", "checkpoint", "data", "gradients")
+_NAMES = ("agreement", "allreduce", "checkpoint", "data", "gradients", "output")
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -28,8 +28,6 @@ from mpistrat.variables.variable import device_of, storage_of
 _MAX_RESULT = 2**20
 """Largest size in bytes of a replica's result that other ranks keep."""
 
-_SHORT = 2048
-"""Number of bytes that each rank always sends, if the ranks share no memory."""
 _HEAD = struct.Struct("=q")
 """Format of a length."""
 _NUMBERS = struct.Struct("=2q")
@@ -144,7 +142,7 @@ class ElasticState:
             short = {i: each.short_components(_MAX_RESULT) for i, each in values.items()}
             parts.append(as_bytes(short))
         with ranks.call(what) as call:
-            texts = _exchanged(call, self._signature(call), b"".join(parts))
+            texts = call.agree_with(self._signature(call), b"".join(parts))
         return functools.partial(self._keep, ranks.layout, texts, values)
 
     def meet(self, ranks: Collectives, what: str) -> None:
@@ -196,36 +194,3 @@ def _components_of(texts: Sequence[bytes], position: int) -> dict[int, Any]:
         if of_values := each[_end_of_variables(each) :]:
             found |= from_bytes(of_values).get(position, {})
     return found
-
-
-def _exchanged(call: Call, signature: Signature, own: bytes) -> list[bytes]:
-    """Agree on `signature`, and return the bytes of every rank. **Collective**."""
-    # The bytes are mostly few. Then the agreement carries them, or one message.
-    transport = call.channel.transport
-    joined = np.frombuffer(_HEAD.pack(len(own)) + own, np.uint8)
-    piggyback = transport.piggyback if call.channel.checks else None
-    room = _SHORT if piggyback is None else piggyback.room
-    # Attached before the agreement, which then carries the first bytes of every rank.
-    if piggyback is not None:
-        piggyback.attach(joined[:room])
-    call.agree_on(signature)
-    with call.moving():
-        if piggyback is not None:
-            rows = piggyback.brought()
-        else:
-            first = np.zeros(room, np.uint8)
-            first[: joined.size] = joined[:room]
-            gathered = transport.all_gather(first, [room] * transport.size)
-            rows = [each.data for each in gathered.reshape(-1, room)]
-        stops = [_HEAD.size + _HEAD.unpack_from(row)[0] for row in rows]
-        texts = [
-            row[_HEAD.size : min(stop, room)].tobytes()
-            for row, stop in zip(rows, stops, strict=True)
-        ]
-        # Every rank knows the lengths of all, so either all ranks make this second call or none.
-        if max(stops) > room:
-            rest = [max(each - room, 0) for each in stops]
-            more = transport.all_gather(joined[room:], rest)
-            parts = np.split(more, np.cumsum(rest)[:-1])
-            texts = [text + part.tobytes() for text, part in zip(texts, parts, strict=True)]
-    return texts

@@ -32,6 +32,7 @@ static PyMethodDef functions[] = {
     FAST("decode_chunks", mpistrat_decode_chunks),
     FAST("ask_for", mpistrat_ask_for),
     FAST("map_file", mpistrat_map_file),
+    FAST("transpose_bytes", mpistrat_transpose_bytes),
     FAST("make_turn", mpistrat_make_turn),
     FAST("hand_over", mpistrat_hand_over),
     FAST("park", mpistrat_park),

@@ -56,6 +56,9 @@ extern _Thread_local sigjmp_buf *volatile mpistrat_way_out;
 fast_function mpistrat_copy_rows, mpistrat_begin_copy, mpistrat_end_copy;
 int mpistrat_is_int64(PyObject *object);
 
+/* transpose.c */
+fast_function mpistrat_transpose_bytes;
+
 /* turns.c */
 fast_function mpistrat_make_turn, mpistrat_hand_over, mpistrat_park,
     mpistrat_has_taken;

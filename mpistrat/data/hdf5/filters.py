@@ -25,6 +25,7 @@ import numpy as np
 
 from mpistrat import hdf5
 from mpistrat.mpi.launcher import cores_of_rank
+from mpistrat.native import native_library
 from mpistrat.settings import settings
 from mpistrat.system.cpu import current_core, own_cores
 
@@ -236,9 +237,18 @@ def _unshuffle(item_bytes: int, shuffled: Any, num_bytes: int) -> Any:
     whole = np.empty(len(planes), np.uint8)
     # HDF5 shuffles only whole items, and leaves the bytes of an incomplete item at the end.
     end = num_items * item_bytes
-    whole[:end].reshape(num_items, item_bytes)[:] = planes[:end].reshape(item_bytes, num_items).T
+    transpose_bytes(planes[:end].reshape(item_bytes, num_items), whole[:end])
     whole[end:] = planes[end:]
     return whole
+
+
+def transpose_bytes(source: np.ndarray, target: np.ndarray) -> None:
+    """Write the transpose of the 2-d array `source` of bytes to the 1-d array `target`."""
+    library = native_library()
+    if library is not None:
+        library.transpose_bytes(source, target)
+    else:
+        target.reshape(source.shape[::-1])[:] = source.T
 
 
 def _without_checksum(with_checksum: Any, num_bytes: int) -> Any:

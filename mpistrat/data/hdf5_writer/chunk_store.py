@@ -163,8 +163,8 @@ class ChunkStore:
 
     def __init__(self, folder: str, rank: int, size: int) -> None:
         self._folder = folder
-        self._rank = rank
-        self._size = size
+        self.rank = rank
+        self.size = size
         self._columns: dict[str, _Column] = {}
         self._threads = DecodingThreads()
         self._spill: Any = None
@@ -185,7 +185,7 @@ class ChunkStore:
         block, rest = divmod(dataset.rows, geometry.chunk[0])
         cells = range(geometry.num_cells) if rest else ()
         return [
-            (block, cell) for cell in cells if geometry.owner(block, cell, self._size) == self._rank
+            (block, cell) for cell in cells if geometry.owner(block, cell, self.size) == self.rank
         ]
 
     def fill_last(self, dataset: OutputDataset, stored: Any, is_stale: bool) -> None:
@@ -211,6 +211,11 @@ class ChunkStore:
             # in place.
             column.chunks[place] = OpenChunk(elements, count, is_stale=is_stale)
         self._remember(column)
+
+    def take(self, dataset: OutputDataset, place: Place) -> np.ndarray | None:
+        """Take out the elements of an open chunk, whose rows are written directly from now on."""
+        chunk = self._columns[dataset.name].chunks.pop(place, None)
+        return None if chunk is None else chunk.elements
 
     # Rows that arrive
 
@@ -406,7 +411,7 @@ class ChunkStore:
         found = []
         for block in range(-(-dataset.num_rows // geometry.chunk[0])):
             for cell in range(geometry.num_cells):
-                if geometry.owner(block, cell, self._size) != self._rank:
+                if geometry.owner(block, cell, self.size) != self.rank:
                     continue
                 if (block, cell) in column.finished:
                     continue

@@ -5,6 +5,7 @@ See "III.A.1. Disk Format: Level 1A1 - Version 1 B-trees" in the HDF5 File Forma
 
 from __future__ import annotations
 
+import copy
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
@@ -14,6 +15,8 @@ from mpistrat.errors import DataError
 
 MAX_CHILDREN = 64
 """Twice HDF5's default K for trees of chunks, 32, which a superblock of version 0 cannot change."""
+
+_ADDRESS = struct.Struct("<Q")
 
 Read = Callable[[int, int], bytes]
 """Takes an address and a number of bytes, and returns these bytes of a file."""
@@ -33,7 +36,17 @@ class ChunkEntry(NamedTuple):
 
 class _Child(NamedTuple):
     key: bytes
-    address: int
+    data: bytes
+    """The key and the address, as nodes have them."""
+
+    @classmethod
+    def at(cls, key: bytes, address: int) -> _Child:
+        return cls(key, key + _ADDRESS.pack(address))
+
+    @property
+    def address(self) -> int:
+        address: int = _ADDRESS.unpack_from(self.data, len(self.key))[0]
+        return address
 
 
 class Node(NamedTuple):
@@ -59,13 +72,14 @@ class ChunkTree:
         self.node_bytes = 24 + (MAX_CHILDREN + 1) * self._key_bytes + MAX_CHILDREN * 8
         """Number of bytes that a node takes in the file, however many children it has."""
         self._levels: list[list[_Child]] = [[]]
-        self._right_key = b""
+        self._last: ChunkEntry | None = None
+        axes = len(self._chunk_shape) + 1
+        self._pack_key = struct.Struct(f"<II{axes}Q").pack
 
     def copy(self) -> ChunkTree:
         """Return a copy, to which chunks can be added."""
-        twin = ChunkTree(self._chunk_shape, self._item_bytes)
+        twin = copy.copy(self)
         twin._levels = [list(level) for level in self._levels]
-        twin._right_key = self._right_key
         return twin
 
     def max_nodes(self, num_added: int) -> int:
@@ -74,46 +88,45 @@ class ChunkTree:
 
     def add(self, entry: ChunkEntry, write: Callable[[Node], int]) -> None:
         """Add the next chunk in C order; `write` takes full nodes and returns their addresses."""
-        self._add(0, _Child(self._key(entry), entry.address), self._right_key_of(entry), write)
+        self._last = entry
+        self._add(0, _Child.at(self._key(entry), entry.address), write)
 
-    def _add(self, level: int, child: _Child, right: bytes, write: Callable[[Node], int]) -> None:
-        self._right_key = right
+    def _add(self, level: int, child: _Child, write: Callable[[Node], int]) -> None:
         if level == len(self._levels):
             self._levels.append([])
         children = self._levels[level]
         children.append(child)
         if len(children) == MAX_CHILDREN:
-            address = write(Node(level, tuple(children), right))
+            address = write(Node(level, tuple(children), self._right_key()))
             self._levels[level] = []
-            self._add(level + 1, _Child(children[0].key, address), right, write)
+            self._add(level + 1, _Child.at(children[0].key, address), write)
 
     def edge(self, write: Callable[[Node], int]) -> int:
         """Write the nodes that are not full, and return the address of the root of the tree."""
         carried: _Child | None = None
+        right = self._right_key() if self._last is not None else b""
         top = max((n for n, children in enumerate(self._levels) if children), default=-1)
         for level, permanent in enumerate(self._levels[: top + 1]):
             children = permanent if carried is None else [*permanent, carried]
             if level == top and level and len(children) == 1:
                 return children[0].address
             if children:
-                address = write(Node(level, tuple(children), self._right_key))
-                carried = _Child(children[0].key, address)
+                address = write(Node(level, tuple(children), right))
+                carried = _Child.at(children[0].key, address)
         if carried is None:
             return UNDEFINED
         # The top level may have become full by the carried node, never more than full.
         return carried.address
 
     def _key(self, entry: ChunkEntry) -> bytes:
-        return struct.pack(
-            f"<II{len(entry.offsets) + 1}Q", entry.num_bytes, entry.mask, *entry.offsets, 0
-        )
+        return self._pack_key(entry.num_bytes, entry.mask, *entry.offsets, 0)
 
-    def _right_key_of(self, entry: ChunkEntry) -> bytes:
+    def _right_key(self) -> bytes:
+        """Return the key at the right end of the tree."""
+        assert self._last is not None
         # As HDF5 does: one chunk further in every dimension, of which the last is the element.
-        beyond = (
-            start + size for start, size in zip(entry.offsets, self._chunk_shape, strict=True)
-        )
-        return struct.pack(f"<II{len(entry.offsets) + 1}Q", 0, 0, *beyond, self._item_bytes)
+        pairs = zip(self._last.offsets, self._chunk_shape, strict=True)
+        return self._pack_key(0, 0, *(start + size for start, size in pairs), self._item_bytes)
 
 
 def encode_node(node: Node, left: int = UNDEFINED, right: int = UNDEFINED) -> bytes:
@@ -121,9 +134,7 @@ def encode_node(node: Node, left: int = UNDEFINED, right: int = UNDEFINED) -> by
     # HDF5 reads a node in its full length, so the space for missing children must be in the file,
     # too. Nothing is written there, because HDF5 ignores it.
     parts = [b"TREE", struct.pack("<BBHQQ", 1, node.level, len(node.children), left, right)]
-    for child in node.children:
-        parts += [child.key, struct.pack("<Q", child.address)]
-    return b"".join([*parts, node.right_key])
+    return b"".join([*parts, *(child.data for child in node.children), node.right_key])
 
 
 def build_linked(

@@ -29,6 +29,7 @@ from mpistrat.data.hdf5.filters import (
     name_of_filter,
     plugin_functions,
     run_plugin,
+    transpose_bytes,
 )
 from mpistrat.errors import DataError
 
@@ -128,12 +129,7 @@ def _shuffle(item_bytes: int, data: Any) -> Any:
     shuffled = np.empty(len(items), np.uint8)
     # HDF5 shuffles only whole items, and leaves the bytes of an incomplete item at the end.
     end = num_items * item_bytes
-    planes, rows = (
-        shuffled[:end].reshape(item_bytes, num_items),
-        items[:end].reshape(-1, item_bytes),
-    )
-    for number in range(item_bytes):
-        planes[number] = rows[:, number]
+    transpose_bytes(items[:end].reshape(num_items, item_bytes), shuffled[:end])
     shuffled[end:] = items[end:]
     return shuffled.data
 

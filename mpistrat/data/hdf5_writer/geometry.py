@@ -64,11 +64,17 @@ class Geometry:
         pairs = zip(self.inner, self.chunk[1:], strict=True)
         object.__setattr__(self, "grid", tuple(ceil_div(length, size) for length, size in pairs))
         object.__setattr__(self, "num_cells", math.prod(self.grid))
+        strides = [1]
+        for length in reversed(self.chunk[1:]):
+            strides.insert(0, strides[0] * length)
+        object.__setattr__(self, "strides", tuple(strides))
 
     grid: tuple[int, ...] = ()
     """Number of chunks along each axis except the first."""
     num_cells: int = 0
     """Number of chunks in a block, which has all chunks with the same rows."""
+    strides: tuple[int, ...] = ()
+    """For each axis: the number of elements from one index to the next within a chunk."""
 
     def owner(self, block: int, cell: int, size: int) -> int:
         """Return the rank that encodes and writes a chunk."""
@@ -76,6 +82,8 @@ class Geometry:
 
     def offsets(self, block: int, cell: int) -> tuple[int, ...]:
         """Return the index of the first element of a chunk."""
+        if not cell:  # without NumPy, which takes longer than everything else here
+            return (block * self.chunk[0], *(0 for _ in self.grid))
         place = np.unravel_index(cell, self.grid) if self.grid else ()
         sizes = self.chunk[1:]
         return (block * self.chunk[0], *(int(p) * s for p, s in zip(place, sizes, strict=True)))

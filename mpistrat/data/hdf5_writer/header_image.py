@@ -216,6 +216,12 @@ class HeaderTemplate:
     pointers: np.ndarray
     """Positions of the addresses within the image that point into it."""
 
+    def __post_init__(self) -> None:
+        # Pointers need not be aligned.
+        self._places = self.pointers[:, None] + np.arange(8)
+        whole = np.frombuffer(self.image.data, np.uint8)
+        self._words = np.ascontiguousarray(whole[self._places]).view("<u8")
+
     @property
     def num_bytes(self) -> int:
         """Number of bytes of each copy."""
@@ -233,10 +239,8 @@ class HeaderTemplate:
         data, distance = bytearray(self.image.data), address - self.origin
         whole = np.frombuffer(data, np.uint8)
         if len(self.pointers):
-            # Pointers need not be aligned.
-            places = self.pointers[:, None] + np.arange(8)
-            words = np.ascontiguousarray(whole[places]).view("<u8") + np.uint64(distance % 2**64)
-            whole[places] = words.view(np.uint8).reshape(-1, 8)
+            words = self._words + np.uint64(distance % 2**64)
+            whole[self._places] = words.view(np.uint8)
         del whole
         for name, place in self.image.datasets.items():
             if name in rows:

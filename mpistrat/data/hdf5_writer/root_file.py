@@ -306,7 +306,7 @@ class RootFile:
                 tree.add(entry, write)
         staged.last = {place: entry for place, (entry, is_final) in found.items() if not is_final}
         # The chunks that may change are only in this copy of the tree.
-        edge, whole = [], tree.copy()
+        edge, whole = [], tree.copy() if staged.last else tree
 
         def write_edge(node: Node) -> int:
             edge.append(write(node))

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import socket
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
-
-import numpy as np
 
 from mpistrat import hdf5
 from mpistrat.collectives.collectives import CollectiveCall, Collectives
-from mpistrat.collectives.operations.all_gather import gather_flat
 from mpistrat.data.hdf5_writer.chunk_store import (
     ChunkStore,
     Encoded,
@@ -22,6 +20,7 @@ from mpistrat.data.hdf5_writer.chunk_store import (
     first_page,
 )
 from mpistrat.data.hdf5_writer.dataset_spec import OutputDataset, existing_dataset
+from mpistrat.data.hdf5_writer.direct_rows import DirectRows, Entries
 from mpistrat.data.hdf5_writer.encoders import isal_version
 from mpistrat.data.hdf5_writer.exchange import PlacedPart, exchange_round, pieces_of
 from mpistrat.data.hdf5_writer.geometry import Piece
@@ -29,9 +28,6 @@ from mpistrat.data.hdf5_writer.header_copy import Changes, growing_datasets
 from mpistrat.data.hdf5_writer.target import Target, naming, objects_of, open_same
 from mpistrat.errors import DataError
 from mpistrat.sharding import ceil_div
-
-_REPORT_BYTES = 1024
-"""Reports of up to this many bytes are sent in one message."""
 
 
 class Session:
@@ -83,6 +79,7 @@ class Session:
             self.name = name
             self.space = SharedSpace(end, ranks.size)
             self.store = ChunkStore(os.path.dirname(name), ranks.rank, ranks.size)
+            self.direct = DirectRows(self.store, self.space, self._addresses, self._is_on_one_node)
             with self.outcome(kind):
                 self._read_existing(None)
         except BaseException:
@@ -132,6 +129,7 @@ class Session:
                 self.datasets[name] = dataset
                 self.committed_rows[name] = dataset.rows
                 self.store.add(dataset)
+                self.direct.forget(name)
                 # A killed writer may have written rows of a step that it did not commit, and a file
                 # that is cut back has rows of later steps.
                 is_stale = rows is not None or (self.is_stale and not dataset.is_filtered)
@@ -167,6 +165,7 @@ class Session:
         """Undo `add` for a dataset that the first step has created. Local, on all ranks."""
         del self.datasets[name], self.known_objects[name], self.committed_rows[name]
         self.store.remove(name)
+        self.direct.forget(name)
         if self.target is not None:
             self.changes.datasets.pop(name, None)
             self.target.file.remove(name)
@@ -174,24 +173,35 @@ class Session:
     # Rows
 
     def move(
-        self, kind: str, call: CollectiveCall, parts: Iterable[PlacedPart], is_same: bool = False
+        self, kind: str, call: CollectiveCall, parts: Iterable[PlacedPart], is_sent: bool
     ) -> Mover:
         """Begin to send the rows of `parts` to the owners of their chunks; inside `call`.
 
-        `is_same` says that all ranks hold all rows, so that none are sent.
+        If `is_sent` is false, all ranks hold all these rows, and each keeps those that it owns.
         """
         mover = Mover(self, kind, parts)
-        if is_same:
-            mover.take_all()
-        else:
+        if is_sent:
             mover.round(call)
+        else:
+            mover.take_all()
         return mover
+
+    def add_chunks(self, entries: Entries) -> None:
+        """Let the next commit name chunks that were written. Local."""
+        for name, found in entries.items():
+            self._added.setdefault(name, {}).update(found)
+
+    def missing(self, dataset: OutputDataset) -> int | None:
+        """Return the first row that this rank lacks of a dataset of fixed size, if any. Local."""
+        where = self.direct if self.direct.is_direct(dataset) else self.store
+        return where.missing(dataset)
 
     def store_chunks(self, kind: str, is_commit: bool, flush: bool = False) -> None:
         """Write all chunks that are complete; with `is_commit` also the last ones."""
         encoded: list[Encoded] = []
 
         def encode() -> dict[str, Any]:
+            self.direct.write(self.handle)
             encoded.extend(self.store.full())
             if is_commit:
                 encoded.extend(self.store.partial())
@@ -202,6 +212,8 @@ class Session:
             page = first_page(encoded) if self.is_on_several_hosts else None
             return {"chunks": [each.as_json() for each in encoded], "arena": arena, "page": page}
 
+        # On one node, rank 0 flushes for all: the kernel knows what any process has written.
+        is_flushing = flush and not self._is_on_one_node
         reports = self._reports(kind, self._named(encode))
         chunks, arena = [each["chunks"] for each in reports], reports[0]["arena"]
         if any(chunks):
@@ -210,28 +222,65 @@ class Session:
                 self.store.write(self.handle, encoded, addresses[self.ranks.rank])
                 # Each rank flushes what it has written, before rank 0 commits: on several nodes,
                 # rank 0 cannot flush the pages of a different node, nor see them before.
-                if flush or self.is_on_several_hosts:
+                if is_flushing or self.is_on_several_hosts:
                     os.fsync(self.handle)
             for rank, report in enumerate(reports):
                 if report["page"]:
                     offset, *page = report["page"]
                     self._pages[rank] = addresses[rank][0] + offset, *page
-            for name, found in entries_of(self.datasets, chunks, addresses).items():
-                self._added.setdefault(name, {}).update(found)
+            entries = entries_of(self.datasets, chunks, addresses)
+            self.add_chunks(entries)
+            for name, found in entries.items():
+                for each, (entry, _) in found.items():
+                    self.direct.note_chunk(self.datasets[name], each, entry.address)
             self.store.release_full()
-        elif flush:
+        elif is_flushing:
             with self.outcome(kind):
                 os.fsync(self.handle)
         # All chunks of all ranks are written here, which the round above has shown.
         if is_commit:
-            place = self.space.reserve(arena)
-            with self.outcome(kind):
-                if self.target is not None:
-                    self._commit(place, arena)
+            self._commit_on_root(kind, arena, flush and not (is_flushing or self.durable))
+
+    def _commit_on_root(self, kind: str, arena: int, flush: bool) -> None:
+        place = self.space.reserve(arena)
+        with self.outcome(kind):
+            if self.target is not None:
+                if flush:
+                    os.fsync(self.handle)
+                self._commit(place, arena)
+
+    def can_write_ahead(self, datasets: Mapping[str, OutputDataset]) -> bool:
+        """Return whether rows of these datasets are all that the next commit writes. Local."""
+        is_clean = not (self.is_changed or self.num_waiting or self.is_stale)
+        return is_clean and all(self.direct.takes_steps(each) for each in datasets.values())
+
+    def write_ahead(self) -> int:
+        """Write rows that wait, and return how many bytes rank 0 needs to commit them. Local."""
+        self.direct.write(self.handle)
+        if self.target is None:
+            return 0
+        return self.target.file.prepare(self._counts(), self.space.end)
+
+    def drop_ahead(self, end: int) -> None:
+        """Forget what `write_ahead` has written; the file was used up to `end`. Local."""
+        self.undo()
+        self.space.end = end
+
+    def commit_written(self, kind: str, arena: int) -> None:
+        """Make rows a part of the file that all ranks have written ahead."""
+        with self.undone_if_failed():
+            self._commit_on_root(kind, arena, False)
+        self._note_commit()
+
+    @property
+    def _is_on_one_node(self) -> bool:
+        """Whether all ranks are known to share memory, and so the cache of the file system."""
+        piggyback = self.ranks.channel.transport.piggyback
+        return self.ranks.size == 1 or (piggyback is not None and piggyback.is_shared)
 
     def _reports(self, kind: str, encode: Callable[[], dict[str, Any]]) -> list[Any]:
         """Return the result of `encode` on each rank, or raise on all if it fails on any."""
-        # Mostly in one message, where `on_all` needs three.
+        # Mostly with the agreement, where `on_all` needs two more messages.
         if self.ranks.size == 1:
             return [encode()]
         own: dict[str, Any] | None = None
@@ -243,22 +292,10 @@ class Session:
             # `again`, which raises the error.
             error = raised
         text = b"" if own is None else json.dumps(own, separators=(",", ":")).encode()
-        row = np.zeros(_REPORT_BYTES, np.uint8)
-        row[:8] = np.frombuffer(np.int64(len(text)).tobytes(), np.uint8)
-        is_short = len(text) <= _REPORT_BYTES - 8
-        if is_short:
-            row[8 : 8 + len(text)] = np.frombuffer(text, np.uint8)
         with self.ranks.call(kind) as call:
-            call.agree("chunks")
-            with call.moving():
-                (joined,) = gather_flat(call, [row], [[_REPORT_BYTES] * self.ranks.size])
-        rows = joined.reshape(self.ranks.size, _REPORT_BYTES)
-        lengths = [int(each[:8].view(np.int64)[0]) for each in rows]
-        if all(0 < length <= _REPORT_BYTES - 8 for length in lengths):
-            return [
-                json.loads(each[8 : 8 + length].tobytes())
-                for each, length in zip(rows, lengths, strict=True)
-            ]
+            texts = call.agree_with(call.signature("chunks"), text)
+        if all(texts):
+            return [parsed_report(each) for each in texts]
 
         def again() -> Any:
             if error is not None:
@@ -304,6 +341,9 @@ class Session:
                 self.is_changed = False
                 self.changes = Changes()
             self.store_chunks(kind, True, flush or self.durable)
+        self._note_commit()
+
+    def _note_commit(self) -> None:
         self.steps += self.num_waiting
         self.num_waiting = 0
         self.is_stale = False
@@ -311,6 +351,7 @@ class Session:
         for name, dataset in self.datasets.items():
             self.committed_rows[name] = dataset.num_rows
         self.store.note_commit()
+        self.direct.note_commit()
         self.space.note_commit()
 
     def _apply(self) -> int:
@@ -341,6 +382,7 @@ class Session:
             return
         self.is_stale = True
         self.store.undo(self.handle)
+        self.direct.undo()
         self.space.note_failure()
 
     def cut(self, kind: str, steps: int, rows: dict[str, int]) -> None:
@@ -385,6 +427,12 @@ class Session:
         if self.target is not None:
             self.target.abandon()
             self.target = None
+
+
+@functools.lru_cache(maxsize=64)
+def parsed_report(text: bytes) -> Any:
+    """Return the report that a rank has sent. Nobody changes it: most steps report the same."""
+    return json.loads(text)
 
 
 class Mover:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from mpistrat.data.hdf5_writer.coverage import Box
 from mpistrat.data.hdf5_writer.dataset_spec import OutputDataset
 from mpistrat.data.hdf5_writer.exchange import PlacedPart
 from mpistrat.data.hdf5_writer.parts import Leaf
@@ -97,14 +98,16 @@ def _ranks_of_split(
 
 def written(
     what: str, leaf: Leaf, dataset: OutputDataset, reports: Reports, ranks: Ranks
-) -> list[PlacedPart]:
-    """Return the parts of this rank in a call of `write`."""
+) -> tuple[list[PlacedPart], list[Box] | None]:
+    """Return the parts of this rank in a call of `write`, and the boxes that all ranks write.
+
+    They are ``None`` if only the rank that holds a part knows its rows.
+    """
     own_rank = ranks.layout.rank
     whole = (0,) * len(dataset.inner)
-    is_box = isinstance(leaf.at[0], tuple)
     if leaf.is_shared:
-        counting = list(range(ranks.layout.num_ranks))
-    elif is_box and _boxes_differ(reports, ranks.layout):
+        counting = [own_rank]
+    elif isinstance(leaf.at[0], tuple) and _boxes_differ(reports, ranks.layout):
         counting = list(range(ranks.layout.num_ranks))  # each rank of a replica holds its box
     else:
         counting = ranks.contributors(what, leaf.name, reports)
@@ -114,21 +117,32 @@ def written(
             f"{what}: the parts of {leaf.name!r} have {total} rows together, but the dataset has "
             f"{dataset.num_rows}. Pass at= for some of the rows."
         )
-    if own_rank not in counting:
-        return []
-    before = sum(sum(reports[rank]["rows"]) for rank in counting if rank < own_rank)
-    parts = []
-    for array, at in zip(leaf.arrays, leaf.at, strict=True):
-        rows, starts = at, whole
-        if at is None:
-            rows = range(before, before + array.shape[0])
-            if leaf.is_shared:
-                rows = range(1)
-            before += array.shape[0]
-        elif is_box:
-            rows, starts = range(*at[0]), tuple(begin for begin, _ in at[1:])
-        parts.append(PlacedPart(dataset, array, rows, starts, leaf.is_shared))
-    return parts
+    parts: list[PlacedPart] = []
+    boxes: list[Box] | None = []
+    before = 0
+    for rank in counting:
+        described = zip(reports[rank]["lengths"], reports[rank]["rows"], strict=True)
+        for number, (at, num_rows) in enumerate(described):
+            rows, starts, lengths = range(before, before + num_rows), whole, dataset.inner
+            if at is None:
+                before += num_rows
+            elif at[0] == "range":
+                rows = range(*at[1:])
+            elif at[0] != "rows":
+                rows = range(*at[0])
+                starts = tuple(begin for begin, _ in at[1:])
+                lengths = tuple(end - begin for begin, end in at[1:])
+            is_listed = at is not None and at[0] == "rows"
+            if is_listed and len(at[1]) < at[2]:
+                boxes = None
+            elif boxes is not None:
+                runs = [range(row, row + 1) for row in at[1]] if is_listed else [rows]
+                boxes += [Box(each.start, each.stop, starts, lengths) for each in runs]
+            if rank == own_rank:
+                own = leaf.at[number] if is_listed else rows
+                array = leaf.arrays[number]
+                parts.append(PlacedPart(dataset, array, own, starts, leaf.is_shared))
+    return parts, boxes
 
 
 def _boxes_differ(reports: Reports, layout: Layout) -> bool:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from mpistrat.agreement.ledger import Signature
 from mpistrat.collectives.collectives import CollectiveCall
 from mpistrat.data.hdf5_writer.dataset_spec import OutputDataset, canonical, make_dataset
+from mpistrat.data.hdf5_writer.exchange import PlacedPart
 from mpistrat.data.hdf5_writer.parts import (
     Leaf,
     check_rows,
@@ -15,10 +19,45 @@ from mpistrat.data.hdf5_writer.parts import (
     parse_step,
     place_leaf,
 )
-from mpistrat.data.hdf5_writer.session import Session
+from mpistrat.data.hdf5_writer.session import Session, parsed_report
 from mpistrat.data.hdf5_writer.step_layout import Ranks, appended, written
 from mpistrat.errors import DataError
 from mpistrat.layout import Layout
+
+_NOT_AHEAD, _FAILED_AHEAD = b"-", b"!"
+"""What a rank reports that has not written rows ahead of the agreement, or could not."""
+
+
+@dataclass
+class _Checked:
+    """A step whose values were checked, with what the ranks compare and exchange."""
+
+    kinds: tuple[Any, ...]
+    """Names, dtypes and shapes."""
+    splits: tuple[int, ...]
+    datasets: dict[str, OutputDataset]
+    details: tuple[str, ...]
+    """What must be equal on all ranks, as text."""
+    reports: list[dict[str, Any]]
+    """The lengths of the parts of this rank."""
+    signature: Signature | None = None
+    text: bytes = b""
+    """The reports as JSON."""
+    of_ranks: tuple[bytes, ...] = ()
+    """The reports of all ranks about the last such step."""
+    is_usual: bool = False
+    """Whether they were the same as those of the step before."""
+
+
+def _kinds(leaves: Mapping[str, Leaf]) -> tuple[Any, ...]:
+    return tuple(
+        (name, leaf.is_shared, leaf.dtype, [each.shape for each in leaf.arrays])
+        for name, leaf in leaves.items()
+    )
+
+
+def _splits(datasets: Mapping[str, OutputDataset]) -> tuple[int, ...]:
+    return tuple(each.split_axis for each in datasets.values())
 
 
 class Steps:
@@ -38,8 +77,11 @@ class Steps:
         self._layout = layout
         self._members = Ranks(layout)
         self._per_commit = steps_per_commit
+        self._mode_allows_ahead = session.mode == "a" and steps_per_commit == 1
         self._names: tuple[str, ...] | None = None
         """Names of the datasets of each step, once they are known."""
+        self._last: _Checked | None = None
+        """The last step, whose checks count for the next one if that has the same kinds."""
 
     def append(self, step: Mapping[str, Any]) -> None:
         """Write rows: see `HDF5Writer.append`. **Collective**."""
@@ -49,54 +91,135 @@ class Steps:
         with self._session.ranks.call(kind) as call:
             self._require(kind)
             leaves = self._parse(kind, step)
-            self._check_names(kind, leaves)
-            datasets, new = self._datasets_of(kind, leaves)
-            for name, leaf in leaves.items():
-                check_type(kind, leaf, datasets[name])
-                is_split = datasets[name].split_axis and not leaf.is_shared
-                (check_split if is_split else check_rows)(kind, leaf, datasets[name])
+            checked, new = self._checked(leaves), list[OutputDataset]()
+            if checked is None:
+                checked, new = self._check(kind, leaves)
+            datasets = checked.datasets
             # All checks are before this line. If one fails on some ranks, no rank has moved data.
             call.include_values([each.arrays[0] for each in leaves.values() if each.is_shared])
-            call.agree(*(self._signature(leaf, datasets[leaf.name]) for leaf in leaves.values()))
-            own_reports = [self._lengths(leaf, datasets[leaf.name]) for leaf in leaves.values()]
-            # `agree` has compared these values on all ranks, so each rank takes from its arrays
-            # what it has to write, and nothing is sent.
-            is_same = all(leaf.is_shared for leaf in leaves.values())
-            reports = (
-                [own_reports] * self._session.ranks.size
-                if is_same
-                else self._exchange_reports(call, own_reports)
-            )
-            parts, counts = [], {}
-            for number, (name, leaf) in enumerate(leaves.items()):
-                of_leaf = [report[number] for report in reports]
-                own, counts[name] = appended(kind, leaf, datasets[name], of_leaf, self._members)
-                parts += own
-            # Not earlier: the lines above may raise on all ranks, and the writer must then be as
-            # before.
-            for dataset in new:
-                session.note_groups(dataset.name)
-                session.add(dataset)
-                created.append(dataset.name)
-            for name, count in counts.items():
-                datasets[name].rows += count
-            mover = session.move(kind, call, parts, is_same)
+            end = session.space.end
+            ahead = self._write_ahead(kind, leaves, checked)
+            try:
+                heads, texts = self._agree_with(call, leaves, checked, ahead)
+            except BaseException:
+                if ahead != _NOT_AHEAD:
+                    session.drop_ahead(end)
+                raise
+            is_usual = texts == checked.of_ranks
+            is_written = is_usual and all(each.isdigit() for each in heads)
+            checked.is_usual, checked.of_ranks = is_usual, texts
+            # All ranks know what each has done, so all drop it, or all keep it.
+            if not is_written and any(each != _NOT_AHEAD for each in heads):
+                session.drop_ahead(end)
+            if not is_written:
+                parts, counts = self._placed(kind, leaves, checked)
+                # Not earlier: the lines above may raise on all ranks, and the writer must then be
+                # as before.
+                for dataset in new:
+                    session.note_groups(dataset.name)
+                    session.add(dataset)
+                    created.append(dataset.name)
+                sent = self._take_rows(datasets, parts, counts)
+                # All ranks hold a row that is shared, as the agreement has shown.
+                is_sent = any(
+                    not (leaf.is_shared or session.direct.takes_steps(datasets[name]))
+                    for name, leaf in leaves.items()
+                )
+                mover = session.move(kind, call, sent, is_sent)
         try:
             with session.undone_if_failed():
-                mover.finish()
                 session.num_waiting += 1
-                if self._session.mode == "a" and session.num_waiting >= self._per_commit:
-                    session.commit(kind)
-                elif session.has_full_blocks():
-                    # Complete chunks leave the memory before the commit, so that many steps per
-                    # commit do not need more memory than one.
-                    session.store_chunks(kind, False)
+                if is_written:
+                    session.commit_written(kind, int(heads[0]))
+                else:
+                    mover.finish()
+                    self._commit_or_store(kind)
         except Exception:
             if session.is_changed and not session.is_lost:  # else the new datasets are in the file
                 for name in created:
                     session.forget(name)
             raise
         self._names = tuple(leaves)
+        if not new:
+            self._last = checked
+
+    def _placed(
+        self, kind: str, leaves: Mapping[str, Leaf], checked: _Checked
+    ) -> tuple[dict[str, list[PlacedPart]], dict[str, int]]:
+        """Return the parts of this rank and the numbers of new rows, from all ranks' reports."""
+        reports = [parsed_report(text) for text in checked.of_ranks]
+        parts, counts = {}, {}
+        for number, (name, leaf) in enumerate(leaves.items()):
+            of_leaf = [report[number] for report in reports]
+            parts[name], counts[name] = appended(
+                kind, leaf, checked.datasets[name], of_leaf, self._members
+            )
+        return parts, counts
+
+    def _take_rows(
+        self,
+        datasets: Mapping[str, OutputDataset],
+        parts: Mapping[str, list[PlacedPart]],
+        counts: Mapping[str, int],
+    ) -> list[PlacedPart]:
+        """Accept new rows, and return the parts that the owners of chunks need."""
+        direct, sent = self._session.direct, []
+        for name, count in counts.items():
+            dataset = datasets[name]
+            if direct.takes_steps(dataset):
+                entries = direct.add_rows(dataset, dataset.rows, count, parts[name])
+                self._session.add_chunks(entries)
+            else:
+                sent += parts[name]
+            dataset.rows += count
+        return sent
+
+    def _write_ahead(self, kind: str, leaves: Mapping[str, Leaf], checked: _Checked) -> bytes:
+        """Write rows before the ranks agree, if each will probably bring as many as last time.
+
+        Then the agreement also shows that all have written, and `append` needs one round less. No
+        reader sees these rows before the commit. Returns how many bytes rank 0 needs for it.
+        """
+        session = self._session
+        is_known = checked is self._last and checked.is_usual
+        if not (is_known and self._mode_allows_ahead and session.can_write_ahead(checked.datasets)):
+            return _NOT_AHEAD
+        try:
+            self._take_rows(checked.datasets, *self._placed(kind, leaves, checked))
+            return b"%d" % session.write_ahead()
+        except Exception:
+            return _FAILED_AHEAD  # it fails again, where all ranks learn why
+
+    def _commit_or_store(self, kind: str) -> None:
+        session = self._session
+        if session.mode == "a" and session.num_waiting >= self._per_commit:
+            session.commit(kind)
+        elif session.direct.has_waiting or session.has_full_blocks():
+            # Complete chunks leave the memory before the commit, so that many steps per commit do
+            # not need more memory than one. Rows that are written directly are still in arrays of
+            # the program.
+            session.store_chunks(kind, False)
+
+    def _checked(self, leaves: Mapping[str, Leaf]) -> _Checked | None:
+        """Return what is known of a step with the same names, dtypes and shapes as the last."""
+        last, datasets = self._last, self._session.datasets
+        # The parts of one replica's ranks are compared by digests, which every step has its own.
+        if last is None or self._layout.ranks_per_replica > 1 or last.kinds != _kinds(leaves):
+            return None
+        same = all(datasets.get(n) is each for n, each in last.datasets.items())
+        return last if same and last.splits == _splits(last.datasets) else None
+
+    def _check(self, kind: str, leaves: Mapping[str, Leaf]) -> tuple[_Checked, list[OutputDataset]]:
+        """Check the values of a step, and return its datasets, and those that are new."""
+        self._check_names(kind, leaves)
+        datasets, new = self._datasets_of(kind, leaves)
+        for name, leaf in leaves.items():
+            check_type(kind, leaf, datasets[name])
+            is_split = datasets[name].split_axis and not leaf.is_shared
+            (check_split if is_split else check_rows)(kind, leaf, datasets[name])
+        details = tuple(self._signature(leaf, datasets[name]) for name, leaf in leaves.items())
+        reports = [self._lengths(leaf, datasets[name]) for name, leaf in leaves.items()]
+        return _Checked(_kinds(leaves), _splits(datasets), datasets, details, reports), new
 
     def write(self, values: Mapping[str, Any], at: Any) -> None:
         """Write rows: see `HDF5Writer.write`. **Collective**."""
@@ -121,20 +244,28 @@ class Steps:
                 check_type(kind, leaf, dataset)
                 place_leaf(kind, leaf, by_name[name], dataset)
             call.include_values([each.arrays[0] for each in leaves.values() if each.is_shared])
-            call.agree(*(f"{n}: {_sort_of_place(leaf)}" for n, leaf in leaves.items()))
-            reports = self._exchange_reports(
-                call,
-                [
-                    self._members.reports(leaf, [_described_place(each) for each in leaf.at])
-                    | {"rows": [int(each.shape[0]) for each in leaf.arrays]}
-                    for leaf in leaves.values()
-                ],
-            )
-            parts = []
+            own_reports = [
+                self._members.reports(leaf, [self._described_place(leaf, each) for each in leaf.at])
+                | {"rows": [int(each.shape[0]) for each in leaf.arrays]}
+                for leaf in leaves.values()
+            ]
+            sorts = tuple(f"{name}: {self._sort_of_place(leaf)}" for name, leaf in leaves.items())
+            _, texts = self._agree_with(call, leaves, _Checked((), (), {}, sorts, own_reports))
+            reports = [parsed_report(each) for each in texts]
+            sent, direct = [], []
             for number, (name, leaf) in enumerate(leaves.items()):
-                of_leaf = [report[number] for report in reports]
-                parts += written(kind, leaf, session.datasets[name], of_leaf, self._members)
-            mover = session.move(kind, call, parts)
+                dataset, of_leaf = session.datasets[name], [report[number] for report in reports]
+                parts, boxes = written(kind, leaf, dataset, of_leaf, self._members)
+                entries = session.direct.takes_boxes(dataset, boxes)
+                if entries is None:
+                    sent += parts
+                else:
+                    session.add_chunks(entries)
+                    direct.append((dataset, session.direct.covered(dataset, boxes or ()), parts))
+            # Not earlier: rows that are written twice have raised for all datasets.
+            for each in direct:
+                session.direct.add_boxes(*each)
+            mover = session.move(kind, call, sent, len(direct) < len(leaves))
         mover.finish()
         session.store_chunks(kind, False)
 
@@ -189,30 +320,44 @@ class Steps:
         axis = max(dataset.split_axis - 1, 0)
         return self._members.reports(leaf, [int(each.shape[axis]) for each in leaf.arrays])
 
-    def _exchange_reports(self, call: CollectiveCall, own: list[dict[str, Any]]) -> list[Any]:
-        """Return the reports of all ranks about their parts."""
-        if self._session.ranks.size == 1:
-            return [own]
-        with call.moving():
-            return call.channel.exchange(own)
+    def _agree_with(
+        self,
+        call: CollectiveCall,
+        leaves: Mapping[str, Leaf],
+        checked: _Checked,
+        ahead: bytes = _NOT_AHEAD,
+    ) -> tuple[list[bytes], tuple[bytes, ...]]:
+        """Agree on a call, and return what all ranks have done ahead, and their reports."""
+        if checked.signature is None:
+            checked.signature = Signature(call.signature(*checked.details))
+            checked.text = json.dumps(checked.reports, separators=(",", ":")).encode()
+        ranks, is_same = self._session.ranks, all(leaf.is_shared for leaf in leaves.values())
+        # What all ranks hold needs no report: its values are in the agreement.
+        if ranks.size == 1 or (is_same and not self._session.direct.is_possible):
+            call.agree_on(checked.signature)
+            call.is_moving = False
+            return [ahead] * ranks.size, (checked.text,) * ranks.size
+        both = call.agree_with(checked.signature, b";".join((ahead, checked.text)))
+        heads, _, texts = zip(*(each.partition(b";") for each in both), strict=True)
+        return list(heads), texts
+
+    def _described_place(self, leaf: Leaf, at: Any) -> Any:
+        if at is None or isinstance(at, tuple):
+            return at
+        if isinstance(at, range):
+            return ["range", at.start, at.stop]
+        # Only for datasets that are written directly, all ranks must know all rows.
+        is_direct = self._session.direct.is_direct(self._session.datasets[leaf.name])
+        return ["rows", [int(row) for row in (at if is_direct else at[:1])], len(at)]
+
+    def _sort_of_place(self, leaf: Leaf) -> str:
+        first = leaf.at[0]
+        if leaf.is_shared:
+            return f"the same row at {self._described_place(leaf, first)}"
+        return "all rows" if first is None else "a box" if isinstance(first, tuple) else "rows"
 
     def _parse(self, kind: str, values: Any) -> dict[str, Leaf]:
         layout = self._layout
         num_local = len(layout.local_replicas) if layout.is_shared else 1
         is_shared_out = layout.is_shared and layout.num_replicas != layout.num_ranks
         return parse_step(kind, values, num_local, is_shared_out)
-
-
-def _sort_of_place(leaf: Leaf) -> str:
-    if leaf.is_shared:
-        return "the same row"
-    first = leaf.at[0]
-    return "all rows" if first is None else "a box" if isinstance(first, tuple) else "rows"
-
-
-def _described_place(at: Any) -> Any:
-    if at is None or isinstance(at, tuple):
-        return at
-    if isinstance(at, range):
-        return [at.start, at.stop]
-    return [int(row) for row in at[:1]] + [len(at)]

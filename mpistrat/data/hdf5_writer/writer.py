@@ -386,7 +386,7 @@ class HDF5Writer:
         session = self._open_session(kind)
         fixed = [each for each in session.datasets.values() if not each.grows]
         # Each rank knows only the chunks that it owns, so every rank must report.
-        found = self._ranks.gather_json([session.store.missing(each) for each in fixed], kind)
+        found = self._ranks.gather_json([session.missing(each) for each in fixed], kind)
         for number, dataset in enumerate(fixed):
             rows = [of_rank[number] for of_rank in found if of_rank[number] is not None]
             if rows:
