@@ -247,13 +247,17 @@ DYING = """
 import os, signal, sys
 import numpy as np
 import mpistrat as ms
-from mpistrat.data.hdf5_writer import chunk_store, root_file, session
+from mpistrat.data.hdf5_writer import chunk_store, direct_rows, root_file, session
 
 path, mode, victim, where, limit = sys.argv[1:]
 strategy = ms.MPIStrategy()
 rank, size = strategy.rank, strategy.size
-owners = {"exchange": (session.Mover, "finish"), "chunks": (chunk_store, "write_all"),
-          "headers": (root_file, "write_all"), "commit": (root_file.RootFile, "_write_root")}
+owners = {
+    "exchange": [(session.Mover, "finish"), (session.Session, "write_ahead")],
+    "chunks": [(chunk_store, "write_all"), (direct_rows, "write_all")],
+    "headers": [(root_file, "write_all")],
+    "commit": [(root_file.RootFile, "_write_root")],
+}
 
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -263,7 +267,8 @@ with ms.data.HDF5Writer(path, mode, strategy=strategy) as out:
     first = out.steps
     for step in range(first, int(limit)):
         if where != "no" and rank == int(victim) and step == first + 3:
-            setattr(*owners[where], die)
+            for owner in owners[where]:
+                setattr(*owner, die)
         rows = np.arange(90.0).reshape(90, 1) + step
         out.append({"rows": np.array_split(rows, size)[rank], "step": step})
 print("done")

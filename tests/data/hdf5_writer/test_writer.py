@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.data.hdf5_writer import chunk_store, root_file
+from mpistrat.data.hdf5_writer import chunk_store, direct_rows, root_file
 from mpistrat.errors import CollectiveMismatchError, ContextError, DataError
 
 FIELD = np.arange(8 * 9, dtype="f4").reshape(8, 9)
@@ -429,6 +429,7 @@ def test_a_full_disk_ends_a_new_file(strategy, path, monkeypatch):
         out.append({"x": np.ones((2000, 9))})
     with monkeypatch.context() as patch:
         patch.setattr(chunk_store, "write_all", full)
+        patch.setattr(direct_rows, "write_all", full)
         with pytest.raises(OSError, match="No space left"):
             out.append({"x": np.ones((2000, 9))})
     # Rows of the first steps have left the memory, so no later call may seem to succeed.
