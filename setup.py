@@ -38,12 +38,12 @@ RECORDER = Path("mpistrat/native/recorder")
 def recorder(name, macros):
     """Return the recorder of `mpistrat watch`, which uses nothing of Python nor of an MPI library.
 
-    mpi4py looks whether the functions for large counts exist. So there is one recorder with them,
-    and one without for libraries that lack them.
+    mpi4py looks whether the functions of MPI 4, and those for large counts, exist. So there are three
+    recorders: for libraries with both, with those of MPI 4 (Open MPI 5), and with neither.
     """
     return Extension(
         f"mpistrat.watch.{name}",
-        [str(RECORDER / "recorder.c"), str(RECORDER / "sender.c")],
+        [str(path) for path in sorted(RECORDER.glob("*.c"))],
         depends=[str(path) for path in RECORDER.glob("*.h")],
         define_macros=macros,
         extra_compile_args=["-O2", "-fvisibility=hidden", "-Wno-unused-parameter"],
@@ -92,7 +92,7 @@ class BuildKernels(build_ext):
         """Return what must be visible besides the functions of the kernels, which all are."""
         return (
             []
-            if ext.name.endswith(("kernels", "recorder", "recorder_c"))
+            if ext.name.endswith(("kernels", "recorder", "recorder_4", "recorder_4_c"))
             else super().get_export_symbols(ext)
         )
 
@@ -123,6 +123,7 @@ setup(
             optional=OPTIONAL,
         ),
         recorder("_recorder", []),
-        recorder("_recorder_c", [("WITH_LARGE_COUNTS", "1")]),
+        recorder("_recorder_4", [("WITH_MPI_4", "1")]),
+        recorder("_recorder_4_c", [("WITH_MPI_4", "1"), ("WITH_LARGE_COUNTS", "1")]),
     ],
 )

@@ -127,6 +127,10 @@ class Channel:
         """Whether a different rank ends the job and has said why."""
         self.waiting: tuple[str, float] | None = None
         """The collective in which this rank waits for other ranks, and since when."""
+        self.wait_limit_s: float | None = None
+        """The time limit of that wait."""
+        self.identity = ""
+        """Name of the channel that is the same on all its ranks, for `mpistrat watch`."""
         self.thread = threading.get_ident()
         """Identifier of the last thread that has waited in a collective."""
         self.groups: dict[object, Any] = {}
@@ -265,6 +269,7 @@ class Channel:
     def _wait(self, signature: object, timeout_s: float | None) -> None:
         """Wait for late ranks."""
         self.thread = threading.get_ident()
+        self.wait_limit_s = timeout_s
         self.waiting = (call_name(signature), time.monotonic())
         try:
             while not self._wait_uninterrupted(*self.waiting, timeout_s):

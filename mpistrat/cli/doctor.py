@@ -54,6 +54,7 @@ def _run(arguments: argparse.Namespace) -> int:
                 marks[each.level], f": {each.topic}: {each.why}\n", (f"  {each.remedy}", "bold")
             )
     print_line(_verdict(report))
+    print_line("A program that hangs: mpistrat watch -n 4 program.py says which rank, and where.")
     return code
 
 

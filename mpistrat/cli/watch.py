@@ -64,9 +64,8 @@ def _watch(arguments: argparse.Namespace) -> int:
     time.sleep(0.05)  # connections that broke are noticed
     collector.close()
     thread.join(_LEAVING_S)
-    if collector.report_deaths(_bracket(code)) is not None:
-        return code or 1
-    return code
+    report = collector.report_deaths(_bracket(code)) or collector.report
+    return code or 1 if report is not None and report.cause.kind == "died" else code
 
 
 def _bracket(code: int) -> str:

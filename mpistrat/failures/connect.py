@@ -331,10 +331,12 @@ def _connect_peers(channel: Channel, handlers: Mapping[str, Handler]) -> None:
     choices = settings_at_the_end()
     monitor = _own_monitor() if choices.watch else None
     address = None if monitor is None else [*vars(monitor.address).values()]
-    # The key is a secret of this job: a monitor answers only those who know it.
-    key = os.urandom(16).hex() if channel.rank == 0 else ""
+    # The key is a secret of this job: a monitor answers only those who know it. Its first digits
+    # name the channel.
+    key = os.urandom(24).hex() if channel.rank == 0 else ""
     own = [address, key, choices.checks, keeps_survivors(), not why_not_tolerant()]
     facts = channel.exchange(own)
+    channel.identity, key = facts[0][1][:16], facts[0][1][16:]
     # One such launcher is enough: if it keeps survivors alive, it sends the signal to all nodes.
     if any(keeps for *_, keeps, _ in facts):
         _ignore_notice()
@@ -346,7 +348,6 @@ def _connect_peers(channel: Channel, handlers: Mapping[str, Handler]) -> None:
     # If sockets are forbidden on any rank, the channel has no peers to ask.
     if any(address is None for address, *_ in facts) or monitor is None:
         return
-    key = facts[0][1]
     peers = MonitorClient(channel, key, [Address(*address) for address, *_ in facts])
     peers.join(monitor, handlers)
 

@@ -9,6 +9,7 @@ from mpistrat.system.text import rank_list, ranks_by_value
 from mpistrat.watch.judge import ONE_OF_ALL, Job, core
 from mpistrat.watch.rank_links import (
     ANY,
+    AT_THE_END,
     COLLECTIVES,
     RECEIVES,
     SENDS,
@@ -152,13 +153,14 @@ def _of_collectives(job: Job, ranks: set[int]) -> Cause | None:
 
 
 def _noun(group: str) -> str:
-    return {"0": "communicator", "1": "window", "2": "file"}[group.partition(":")[0]]
+    nouns = {"0": "communicator", "1": "window", "2": "file", "3": "strategy"}
+    return nouns[group.partition(":")[0]]
 
 
 def _difference(job: Job, group: str) -> Cause | None:
     """Return the first collective of a communicator in which its members differ."""
     members = [job.ranks[each] for each in sorted(job.members[group])]
-    histories = {each.number: each.history[group] for each in members if group in each.history}
+    histories = {r.number: each for r in members if (each := r.history_of(group)) is not None}
     numbers = sorted({number for each in histories.values() for number in each.last})
     # The first difference is the cause. After it, all later calls may differ, too.
     for number in numbers:
@@ -243,7 +245,12 @@ def _odd_of(job: Job, missing: set[int], callers: set[int]) -> frozenset[int]:
 
 
 def _is_at_end(rank: Rank) -> bool:
-    return rank.state == "ended" or any(call.kind == "finalize" for call in rank.calls)
+    return rank.state == "ended" or is_leaving(rank)
+
+
+def is_leaving(rank: Rank) -> bool:
+    """Return whether a rank is in MPI_Finalize, or in the last agreement of mpistrat."""
+    return any(call.kind == "finalize" or call.function == AT_THE_END for call in rank.calls)
 
 
 def _method(rank: Rank) -> str:
@@ -277,7 +284,8 @@ def _of_pickled(job: Job, ranks: set[int]) -> Cause | None:
 
 
 def _is_in_pickled(rank: Rank) -> bool:
-    return rank.state == "waits" and _method(rank) in _PICKLED
+    # A rank at the end may still have the line of its last call.
+    return rank.state == "waits" and not is_leaving(rank) and _method(rank) in _PICKLED
 
 
 def _of_windows(job: Job, ranks: set[int]) -> Cause | None:
@@ -363,3 +371,11 @@ def busy_cause(job: Job, needs: dict[int, frozenset[int]]) -> Cause:
             )
             return Cause(kind, sentence, _unless_all(job, found))
     return Cause("busy", f"{rank_list(needs)} do not go on")
+
+
+def deaths_cause(dead: Sequence[Rank], size: int) -> Cause:
+    """Return the cause where ranks have died."""
+    where = "; ".join(f"rank {each.number} at {each.place}" for each in dead[:3])
+    found = frozenset(each.number for each in dead)
+    sentence = f"{where}: the process has ended without leaving MPI"
+    return Cause("died", sentence, found if len(found) < size else frozenset())

@@ -25,10 +25,10 @@ from typing import Any
 from mpistrat.mpi.launcher import is_on_one_node
 from mpistrat.settings import Settings, settings
 from mpistrat.system.processes import send_signal
-from mpistrat.watch.cause import Cause, busy_cause, find_cause
+from mpistrat.watch.cause import deaths_cause
 from mpistrat.watch.hang_report import EXIT_CODE, Report
-from mpistrat.watch.judge import Job
-from mpistrat.watch.rank_links import Rank
+from mpistrat.watch.rank_links import Rank, agreement_key
+from mpistrat.watch.verdict import Verdict
 
 _MAX_LINE = 2**20
 _BACKLOG = 4096
@@ -85,6 +85,9 @@ class Collector:
         self._members: dict[str, frozenset[int]] = {}
         self._is_closing = threading.Event()
         self._looked_s = time.monotonic()
+        self._verdict = Verdict(limits, self._ask)
+        self._is_reported = False
+        """Whether there is nothing more to look for."""
         self.report: Report | None = None
         """The report, once there is one."""
         self.has_ended_job = False
@@ -203,22 +206,31 @@ class Collector:
             rank = peer.rank
             rank.pid, rank.host = int(message["pid"]), str(message["host"])
             rank.is_connected, rank.changed_s = True, now_s
+            # A rank that never hears this was too late with its greeting, and greets again.
+            with contextlib.suppress(OSError):
+                peer.connection.send(b"welcome\n")
             return
         rank = peer.rank
         if "group" in message:
             key = f"{int(message['space'])}:{message['key']}"
             peer.groups[int(message["group"])] = key
-            if key not in self._members:
-                spans = message["ranks"]
-                self._members[key] = frozenset(r for a, b in spans for r in range(a, b + 1))
+            self._note_members(key, message["ranks"])
         elif "state" in message:
             self._place(rank, int(message["state"]["rank"]), int(message["state"]["size"]))
+            for each in (message["state"].get("lines") or {}).get("agreements", ()):
+                self._note_members(agreement_key(each), each["ranks"])
             rank.note_state(message["state"], peer.groups, now_s)
         elif "history" in message:
             rank.note_history(message["history"], peer.groups)
+        elif "answer" in message:
+            rank.answer = int(message["answer"])
         elif "left" in message:
             rank.left = (str(message["left"]), int(message["code"]))
             rank.changed_s = now_s
+
+    def _note_members(self, key: str, spans: list[tuple[int, int]]) -> None:
+        if key not in self._members:
+            self._members[key] = frozenset(r for a, b in spans for r in range(a, b + 1))
 
     def _place(self, rank: Rank, number: int, size: int) -> None:
         """Take the rank and the number of ranks from MPI, which knows them best."""
@@ -239,48 +251,22 @@ class Collector:
         if gap_s > _PAUSE_S:  # the ranks were stopped as well, maybe
             for each in ranks:
                 each.changed_s += gap_s
-        if self.report is not None or self.is_asked_to_end or self._has_gap():
+        if self._is_reported or self.is_asked_to_end or self._has_gap():
             return
         for each in ranks:
             self._note_stop(each, now_s)
-        # A rank in a debugger stands still for as long as its user needs.
-        if any(each.tracer for each in ranks):
-            return
-        job = Job(ranks, self._members)
-        needs = job.stuck(now_s)
-        if needs and (waited_s := self._waited(ranks, needs, now_s)) >= self._after_s:
-            self._finish(
-                Report(find_cause(job, needs), ranks, frozenset(needs), waited_s, self._ends)
-            )
-            return
-        if needs or self._limits.watch_busy_after_s is None:
-            return
-        needs = job.held_up_by_busy(now_s)
-        waited_s = self._waited(ranks, needs, now_s) if needs else 0
-        if needs and waited_s >= self._limits.watch_busy_after_s:
-            self._finish(
-                Report(busy_cause(job, needs), ranks, frozenset(needs), waited_s, self._ends)
-            )
-
-    @property
-    def _after_s(self) -> float:
-        after_s = self._limits.watch_after_s
-        assert after_s is not None
-        return after_s
-
-    @property
-    def _ends(self) -> bool:
-        return not self._limits.watch_report_only
+        report = self._verdict.look(ranks, self._members, now_s)
+        if report is not None:
+            self._finish(report)
 
     def _has_gap(self) -> bool:
         return sorted(self._ranks) != list(range(len(self._ranks)))
 
-    def _waited(self, ranks: list[Rank], needs: dict[int, frozenset[int]], now_s: float) -> float:
-        """Return how long nothing has changed; 0 while a history belongs to an earlier call."""
-        involved = set(needs).union(*needs.values())
-        if any(ranks[each].history_version != ranks[each].version for each in needs):
-            return 0.0
-        return now_s - max(ranks[each].changed_s for each in involved)
+    def _ask(self, question: int) -> None:
+        """Ask all ranks whether they still stand where their last message says."""
+        for peer in self._peers:
+            with contextlib.suppress(OSError):
+                peer.connection.send(f"ask {question}\n".encode())
 
     def _note_stop(self, rank: Rank, now_s: float) -> None:
         """Note whether a signal has stopped a process of this machine."""
@@ -297,8 +283,10 @@ class Collector:
             rank.is_stopped, rank.changed_s = letter == "T", now_s
 
     def _finish(self, report: Report) -> None:
-        self.report = report
-        write_report(report, self._limits.watch_json)
+        # The death of a rank was reported before. A job has one report.
+        is_first, self.report = self.report is None, report
+        write_report(report, self._limits.watch_json, is_first)
+        self._is_reported = report.ends_job or report.cause.kind != "died"
         if report.ends_job:
             self.has_ended_job = True
             self._end(self)
@@ -329,25 +317,19 @@ class Collector:
         if any(each.changed_s > died_s + _TOLERATED_S and each.left for each in ranks):
             return None
         found = frozenset(each.number for each in dead)
-        cause = Cause("died", _of_deaths(dead), found if len(found) < len(ranks) else frozenset())
-        self.report = Report(cause, ranks, found, 0.0, False, bracket)
+        self.report = Report(deaths_cause(dead, len(ranks)), ranks, found, 0.0, False, bracket)
         write_report(self.report, self._limits.watch_json)
         return self.report
-
-
-def _of_deaths(dead: list[Rank]) -> str:
-    where = "; ".join(f"rank {each.number} at {each.place}" for each in dead[:3])
-    return f"{where}: the process has ended without leaving MPI"
 
 
 def _is_over(since_s: float, limit_s: float) -> bool:
     return time.monotonic() - since_s > limit_s
 
 
-def write_report(report: Report, path: str | None) -> None:
+def write_report(report: Report, path: str | None, is_first: bool = True) -> None:
     """Print a report, and write it to a file. No full disk or closed stderr stops the end."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        sys.stderr.write(report.text())
+        sys.stderr.write(report.text() if is_first else report.last_line())
         sys.stderr.flush()
     if path is not None:
         with contextlib.suppress(OSError):

@@ -8,7 +8,7 @@ from typing import Any
 
 from mpistrat.system.text import rank_list
 from mpistrat.watch.cause import Cause
-from mpistrat.watch.rank_links import ANY, RECEIVES, SENDS, Call, Rank, Wait
+from mpistrat.watch.rank_links import ANY, AT_THE_END, RECEIVES, SENDS, Call, Rank, Wait
 
 EXIT_CODE = 86
 _MAX_GROUPS = 30
@@ -32,7 +32,7 @@ class Report:
 
     def text(self) -> str:
         """Return the report as it is printed."""
-        return "\n".join(self._lines()) + "\n"
+        return "\n".join(self._lines()) + "\n" + self.last_line()
 
     def _lines(self) -> list[str]:
         size = len(self.ranks)
@@ -46,9 +46,11 @@ class Report:
         lines += [f"  cause: {self.cause.kind}: {self.cause.sentence}"]
         lines += [f"  do: {self.cause.remedy}"]
         lines += [f"  {self.note}"] if self.note else []
-        if self.ends_job:
-            lines.append(f"{_PREFIX}: the job is ended with exit code {EXIT_CODE}.")
         return lines
+
+    def last_line(self) -> str:
+        """Return the line that says how the job ends; empty if it does not."""
+        return f"{_PREFIX}: the job is ended with exit code {EXIT_CODE}.\n" * self.ends_job
 
     def _groups(self) -> list[tuple[str, list[int], bool]]:
         found: dict[tuple[str, bool], list[int]] = {}
@@ -121,6 +123,8 @@ def describe(rank: Rank) -> str:
     if rank.state == "stopped":
         return f"stopped (SIGSTOP) at {place}"
     call = rank.main_call
+    if call is not None and call.function == AT_THE_END:
+        return "at the end of the program (agreement of mpistrat)"
     if call is not None and call.kind == "finalize":
         after = f", after {rank.after}" if rank.after else ""
         where = "" if rank.is_at_end or not place.file else f" at {place}"

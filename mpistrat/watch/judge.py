@@ -29,6 +29,7 @@ _STANDS_S = 1.5
 """A rank that has changed since may go on."""
 ONE_OF_ALL = ("make group", "free", "window", "window group")
 """Classes of calls of which only the communicator is known: they may need any other rank."""
+_NEEDS_NOTHING = ("local", "abort", "outside", "start", "request free", "ready")
 _NEVER = ("ended", "dead", "killed", "stopped")
 
 
@@ -46,7 +47,7 @@ class Job:
         return [self._needs_of(rank, call) for call in rank.calls]
 
     def _needs_of(self, rank: Rank, call: Call) -> Sets:
-        if call.kind in ("local", "abort", "outside"):
+        if call.kind in _NEEDS_NOTHING:
             return _FREE
         if call.kind == "init":
             return [
@@ -63,6 +64,8 @@ class Job:
         if any(each is None for each in call.waits):
             return _FREE
         each_needs = [self._needs_of_wait(rank, each) for each in call.waits if each is not None]
+        if not each_needs:  # all requests are null, or persistent and not started
+            return _FREE
         if len(each_needs) == 1:
             return each_needs[0]
         # Some of several requests may be complete, so their peers are not needed any more. Which,
@@ -79,6 +82,8 @@ class Job:
         if wait.group is None or wait.group not in self.members:
             return _FREE
         others = self.members[wait.group] - {rank.number}
+        if wait.is_open:  # only this rank itself can fill the partitions
+            return [frozenset({rank.number})]
         if wait.kind in SENDS or wait.kind in RECEIVES:
             return self._needs_of_message(rank, wait, wait.kind in SENDS, wait.peer, wait.tag)
         if wait.kind == "sendrecv":
@@ -88,7 +93,7 @@ class Job:
             # rank continue.
             parts = [*sent, *received]
             return [frozenset().union(*parts)] if parts else _FREE
-        if wait.kind in COLLECTIVES:
+        if wait.kind in COLLECTIVES and wait.number > 0:
             return [frozenset({m}) for m in self._missing(rank, wait) if m != rank.number]
         if wait.kind in ONE_OF_ALL:
             return [others] if others else _FREE
@@ -108,7 +113,7 @@ class Job:
         other = self.ranks[peer]
         waits = [one for call in other.calls for one in call.waits if one is not None]
         for each in (*waits, *other.pending):
-            if each.group != group:
+            if each.group != group or each.is_open:
                 continue
             ends = []
             if each.kind in (RECEIVES if is_sent else SENDS):
@@ -124,7 +129,7 @@ class Job:
     def _missing(self, rank: Rank, wait: Wait) -> list[int]:
         """Return the members that have not made the collective for which `rank` waits."""
         assert wait.group is not None
-        own = rank.history.get(wait.group)
+        own = rank.history_of(wait.group)
         call = (wait.group, wait.number, own.last.get(wait.number) if own else None)
         if call not in self._found:  # the same for all ranks that wait there
             self._found[call] = [
@@ -137,10 +142,10 @@ class Job:
     def has_made(self, member: int, rank: Rank, wait: Wait) -> bool:
         """Return whether a member has made the collective for which `rank` waits, and the same."""
         assert wait.group is not None
-        theirs = self.ranks[member].history.get(wait.group)
+        theirs = self.ranks[member].history_of(wait.group)
         if theirs is None or theirs.made < wait.number:
             return False
-        own = rank.history.get(wait.group)
+        own = rank.history_of(wait.group)
         mine = own.last.get(wait.number) if own else None
         made = theirs.last.get(wait.number)
         # Only the last collectives are known. An older one counts as equal, because a wrong guess

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ CLASSES = (
     *("send", "receive", "sendrecv", "local", "poll", "isend", "ireceive", "iother", "wait"),
     *("collective", "icollective", "make", "make group", "free", "outside", "make window"),
     *("window collective", "window group", "window", "make file", "file collective", "abort"),
-    *("finalize", "init"),
+    *("finalize", "init", "start", "request free", "ready"),
 )
 """Classes of functions, in the order of the enumeration in ``native/recorder/recorder.h``."""
 
@@ -23,6 +23,8 @@ COLLECTIVES = (
     *("collective", "icollective", "make", "make window", "window collective", "make file"),
     "file collective",
 )
+AT_THE_END = "agreement on the end of the program"
+"""Call of a rank that has left the program, and tells the others so."""
 ANY = -1
 """World rank of MPI_ANY_SOURCE, and MPI_ANY_TAG."""
 NOBODY = -2
@@ -52,6 +54,8 @@ class Wait:
     root: int | None = None
     peer2: int = NOBODY
     tag2: int = ANY
+    is_open: bool = False
+    """Whether it is a partitioned send of which the program has not filled all partitions."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,8 @@ class Call:
     kind: str
     waits: tuple[Wait | None, ...] = ()
     """``None`` for a request that is not known."""
+    limit_s: float | None = None
+    """Time limit after which mpistrat itself ends the wait."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +145,14 @@ class Rank:
     """Calls that have begun and ended."""
     history_version: int = -1
     """`version` to which `history` belongs."""
+    lines_version: int = -1
+    """`version` to which `lines` belong."""
+    answer: int = 0
+    """Number of the last question that it has answered."""
+    is_bare: bool = False
+    """Whether its calls of MPI cannot be seen."""
+    agreed: dict[str, History] = field(default_factory=dict)
+    """Collectives of mpistrat's strategies so far, by the key of their channel."""
 
     @property
     def main_call(self) -> Call | None:
@@ -162,6 +176,10 @@ class Rank:
             return "outside" if self.in_world else "absent"
         return "polls" if self.polls or main is None else "waits"
 
+    def history_of(self, group: str) -> History | None:
+        """Return the collectives so far on a communicator, or of a channel of mpistrat."""
+        return self.agreed.get(group) or self.history.get(group)
+
     @property
     def place(self) -> Place:
         """Where the main thread is."""
@@ -176,25 +194,51 @@ class Rank:
                 continue
             waits = tuple(_wait(one, groups) for one in each["waits"])
             calls.append(Call(int(each["tid"]), _text(each["f"]), CLASSES[int(each["c"])], waits))
+        lines = state.get("lines") or {}
+        self._note_agreements(lines.get("agreements", ()), calls, polls)
         before = (self.done, self.calls, set(self.polls), self.in_world, self.has_state)
         self.done, self.calls, self.polls = int(state["done"]), tuple(calls), polls
-        self.version = int(state["v"])
-        self.has_state, self.in_world = True, int(state["rank"]) >= 0
+        self.version, self.lines_version = int(state["v"]), int(state["lv"])
+        self.is_bare = bool(lines.get("bare")) or "bare" in state
+        self.has_state, self.in_world = True, int(state["rank"]) >= 0 or self.is_bare
         # For polls, only the threads count: a poll that finds nothing is not progress, and must not
         # start the limit again.
         if before != (self.done, self.calls, set(polls), self.in_world, True):
             self.changed_s = now_s
-        lines = state.get("lines") or {}
         if lines.get("end"):
             self.is_at_end = True
             self.after = _text(lines["after"]) if lines.get("after") else None
+            self.lines = {}
         else:
-            self.lines = {
-                int(thread): _place(where) for thread, where in lines.items() if where is not None
+            found = {
+                int(thread): _place(where)
+                for thread, where in lines.items()
+                if thread.isdigit() and where is not None
             }
+            # Without the recorder, a line that changes is the only sign of progress.
+            if self.is_bare and found != self.lines:
+                self.changed_s = now_s
+            self.lines = found
         # The sampler does not get Python's lock in this case, so its lines are older than the dump.
         if state.get("dump"):
             self.lines[self.pid] = _place_in_dump(str(state["dump"]), state.get("source"))
+
+    def _note_agreements(
+        self, channels: Sequence[Mapping[str, Any]], calls: list[Call], polls: dict[int, str]
+    ) -> None:
+        """Take the agreements of mpistrat. A thread that waits in one polls, but is waiting."""
+        self.agreed = {}
+        for each in channels:
+            key, number = agreement_key(each), int(each["n"])
+            self.agreed[key] = History(number, {})
+            if each.get("tid") is None:
+                continue
+            thread, what = int(each["tid"]), _text(each["what"])
+            wait = Wait(f"agreement on {what}", "collective", key, number)
+            limit_s = None if each.get("limit") is None else float(each["limit"])
+            polls.pop(thread, None)
+            calls[:] = [call for call in calls if call.thread != thread]
+            calls.append(Call(thread, wait.function, "agreement", (wait,), limit_s))
 
     def note_history(self, message: Mapping[str, Any], groups: Mapping[int, str]) -> None:
         """Take a message on the collectives so far and the pending requests."""
@@ -212,6 +256,11 @@ class Rank:
         self.history_version = int(message["v"])
 
 
+def agreement_key(channel: Mapping[str, Any]) -> str:
+    """Return the key of a channel of mpistrat, as of a communicator."""
+    return f"3:{_text(channel['key'])}"
+
+
 def _wait(found: Mapping[str, Any] | None, groups: Mapping[int, str]) -> Wait | None:
     if found is None:
         return None
@@ -226,6 +275,7 @@ def _wait(found: Mapping[str, Any] | None, groups: Mapping[int, str]) -> Wait | 
         int(found["root"]) if "root" in found else None,
         int(found.get("p2", NOBODY)),
         int(found.get("t2", ANY)),
+        bool(found.get("open")),
     )
 
 

@@ -7,6 +7,7 @@ expectations are functions of the number of ranks.
 import json
 import os
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,9 @@ from mpistrat.testing.launch import is_open_mpi, run
 PROGRAMS = sorted(Path(__file__).parent.glob("programs/*.py"))
 QUICK = ("other_order",)
 IN_CI = ("endless_loop", "pickled_allreduce", "receive_without_send", "stopped")
+
+MARGIN_S = 1.0
+"""For the start of Python in this test, and a loaded machine."""
 
 pytestmark = pytest.mark.launches
 
@@ -48,7 +52,7 @@ def lines_of(program, size):
     return {rank: lines for rank, lines in found.items() if rank < size}
 
 
-def watch(*arguments, limit_s=110, env=None):
+def watch(*arguments, limit_s=170, env=None):
     done = run(["-m", "mpistrat", "watch", "--oversubscribe", *arguments], limit_s=limit_s, env=env)
     assert descendants(os.getpid()) == [os.getpid()]
     return done
@@ -60,10 +64,17 @@ def test_the_report_names_ranks_and_lines(program, size, tmp_path):
     if program.stem in wanted.get("not on", "") and is_open_mpi():
         pytest.skip("the library behaves differently")
     file = tmp_path / "report.json"
-    limits = ["--after", "2", "--busy-after", "4", "--json", str(file)]
+    kinds = wanted["kind"].split(", ")
+    # On a loaded machine a rank may need many seconds to import what it needs.
+    limit_s = 10 if {"busy", "polling"} & set(kinds) else 100
+    limits = ["--after", "2", "--busy-after", str(limit_s), "--json", str(file)]
     done = watch("-n", str(size), *limits, str(program))
+    late_s = time.time() - file.stat().st_mtime
     report = json.loads(file.read_text())
-    assert report["kind"] in wanted["kind"].split(", ")
+    if report["ended"]:
+        limit_s = limit_s if report["kind"] in ("busy", "polling") else 2
+        assert report["waited_s"] - limit_s + late_s < 5 + MARGIN_S
+    assert report["kind"] in kinds
     assert report["odd"] == list(eval(wanted["odd"], {"size": size}))
     where = {rank: group["line"] for group in report["groups"] for rank in group["ranks"]}
     assert sorted(where) == list(range(size))

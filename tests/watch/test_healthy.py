@@ -45,18 +45,154 @@ for _ in range(200):
 time.sleep(3 * (comm.rank == 0))
 comm.Barrier()
 """,
+    "large_decomposition": """
+if comm.rank == 0:
+    for _ in range(8):
+        np.linalg.svd(np.random.default_rng(0).normal(size=(500, 500)))
+comm.Barrier()
+""",
+    "test_loop": """
+if comm.rank == 0:
+    requests = [comm.irecv(source=r) for r in range(1, comm.size)]
+    while not all(each.test()[0] for each in requests):
+        pass
+else:
+    time.sleep(4)
+    comm.send(comm.rank, dest=0)
+""",
+    "ibarrier_with_work": """
+time.sleep(4 * (comm.rank == 1))
+request = comm.Ibarrier()
+while not request.Test():
+    np.linalg.svd(np.ones((40, 40)))
+""",
+    "long_output_of_a_file": """
+import os, tempfile
+if comm.rank == 0:
+    with tempfile.TemporaryFile() as file:
+        end = time.monotonic() + 4
+        while time.monotonic() < end:
+            file.seek(0)
+            file.write(bytes(2**20))
+            os.fsync(file.fileno())
+comm.bcast(0)
+""",
+    "file_of_all": """
+import tempfile
+name = comm.bcast(tempfile.mktemp())
+file = MPI.File.Open(comm, name, MPI.MODE_CREATE | MPI.MODE_RDWR | MPI.MODE_DELETE_ON_CLOSE)
+time.sleep(4 * (comm.rank == 1))
+file.Write_at_all(8 * comm.rank, np.ones(1))
+file.Close()
+""",
+    "thread_that_serves": """
+import threading
+def serve():
+    for _ in range(comm.size - 1):
+        comm.recv(source=MPI.ANY_SOURCE, tag=5)
+if comm.rank == 0:
+    thread = threading.Thread(target=serve)
+    thread.start()
+    end = time.monotonic() + 4
+    while time.monotonic() < end:
+        np.linalg.svd(np.ones((40, 40)))
+    thread.join()
+else:
+    time.sleep(5)
+    comm.send(0, dest=0, tag=5)
+""",
+    "one_sided": """
+window = MPI.Win.Allocate(8, comm=comm)
+for _ in range(3):
+    window.Lock(0, MPI.LOCK_EXCLUSIVE)
+    window.Put(np.ones(1), 0)
+    time.sleep(1)
+    window.Unlock(0)
+window.Fence()
+time.sleep(3 * (comm.rank == 1))
+window.Fence()
+window.Free()
+""",
+    "spawn": """
+code = "import time; from mpi4py import MPI; p = MPI.Comm.Get_parent(); time.sleep(4); p.Barrier()"
+other = comm.Spawn(sys.executable, ["-c", code + "; p.Disconnect()"], 1)
+other.Barrier()
+other.Disconnect()
+""",
+    "subprocess": """
+import subprocess
+code = "import time; time.sleep(4); print('child')"
+if comm.rank == 1:
+    print(subprocess.run([sys.executable, "-c", code], capture_output=True).stdout)
+comm.Barrier()
+""",
+    "fork": """
+import os
+if comm.rank == 1:
+    child = os.fork()
+    if child == 0:
+        time.sleep(4)
+        os._exit(7)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+comm.Barrier()
+""",
+    "multiprocessing": """
+import multiprocessing
+if comm.rank == 1:
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        print(pool.map(time.sleep, [2, 2, 2]))
+comm.Barrier()
+""",
+    "persistent": """
+right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+values = np.zeros(2)
+requests = [comm.Send_init(values[:1], right), comm.Recv_init(values[1:], left)]
+for i in range(3):
+    time.sleep(2 * (comm.rank == i))
+    MPI.Prequest.Startall(requests)
+    MPI.Request.Waitall(requests)
+for each in requests:
+    each.Free()
+""",
+    "partitioned": """
+values = np.zeros(4)
+if comm.rank == 0:
+    request = comm.Psend_init(values, 4, 1)
+    request.Start()
+    for i in range(4):
+        time.sleep(1)
+        request.Pready(i)
+elif comm.rank == 1:
+    request = comm.Precv_init(values, 4, 0)
+    request.Start()
+if comm.rank < 2:
+    request.Wait()
+    request.Free()
+comm.Barrier()
+""",
+    "own_stacks_and_alarms": """
+import faulthandler, signal
+faulthandler.dump_traceback_later(60)
+signal.signal(signal.SIGALRM, lambda *_: print("alarm", comm.rank))
+if comm.rank == 1:
+    signal.alarm(2)
+    time.sleep(4)
+comm.allgather(comm.rank)
+faulthandler.cancel_dump_traceback_later()
+""",
     "exits_with_3": "comm.Barrier()\nsys.exit(3)\n",
     "aborts": "comm.Barrier()\ncomm.rank == 0 and comm.Abort(5)\ncomm.Barrier()\n",
 }
 SHORT = ("one_is_late", "exits_with_3")
-RARE = {"aborts": pytest.mark.campaign}
-"""Once in a while a rank still prints before the launcher ends it."""
+IN_CI = ("master_and_workers", "one_computes", "splits", "waits_for_some")
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        each if each in SHORT else pytest.param(each, marks=RARE.get(each, pytest.mark.slow))
+        each
+        if each in SHORT
+        else pytest.param(each, marks=pytest.mark.slow if each in IN_CI else pytest.mark.campaign)
         for each in PROGRAMS
     ],
 )

@@ -4,7 +4,9 @@
    X(name, arguments, class, comm, peer, tag, count, type, request, made). `comm` is also a window or
    a file, `peer` a root, `made` the new communicator, the flag of a poll, or the group. For SENDRECV,
    `count` and `type` are source and tag of the message to receive; for requests, `count` is their
-   number and `type` the indices; where the handle itself is passed by address, `made` is 0. Those of LARGE_FUNCTIONS have a variant for large counts, too. */
+   number and `type` the indices; where the handle itself is passed by address, `made` is 0. Those of LARGE_... have a
+   variant for large counts, too. Those of MPI_4 are not in older libraries. PERSISTENT requests wait
+   for nothing before they are started; of a partitioned send, `count` is its number of partitions. */
 
 #define LARGE_FUNCTIONS(X) \
     X(Send, 6, SEND, 5, 3, 4, -1, -1, -1, -1) \
@@ -21,12 +23,12 @@
     X(Issend, 7, ISEND, 5, 3, 4, -1, -1, 6, -1) \
     X(Irsend, 7, ISEND, 5, 3, 4, -1, -1, 6, -1) \
     X(Ibsend, 7, ISEND, 5, 3, 4, -1, -1, 6, -1) \
-    X(Send_init, 7, ISEND, 5, 3, 4, -1, -1, 6, -1) \
-    X(Ssend_init, 7, ISEND, 5, 3, 4, -1, -1, 6, -1) \
-    X(Rsend_init, 7, ISEND, 5, 3, 4, -1, -1, 6, -1) \
-    X(Bsend_init, 7, ISEND, 5, 3, 4, -1, -1, 6, -1) \
+    X(Send_init, 7, ISEND, 5, 3, 4, -1, -1, 6, PERSISTENT) \
+    X(Ssend_init, 7, ISEND, 5, 3, 4, -1, -1, 6, PERSISTENT) \
+    X(Rsend_init, 7, ISEND, 5, 3, 4, -1, -1, 6, PERSISTENT) \
+    X(Bsend_init, 7, ISEND, 5, 3, 4, -1, -1, 6, PERSISTENT) \
     X(Irecv, 7, IRECV, 5, 3, 4, -1, -1, 6, -1) \
-    X(Recv_init, 7, IRECV, 5, 3, 4, -1, -1, 6, -1) \
+    X(Recv_init, 7, IRECV, 5, 3, 4, -1, -1, 6, PERSISTENT) \
     X(Imrecv, 5, IOTHER, -1, -1, -1, -1, -1, 4, -1) \
     X(Bcast, 5, COLL, 4, 3, -1, 1, 2, -1, -1) \
     X(Gather, 8, COLL, 7, 6, -1, -1, -1, -1, -1) \
@@ -90,6 +92,9 @@
     X(Waitall, 3, WAIT, -1, -1, -1, 0, -1, 1, -1) \
     X(Waitany, 4, WAIT, -1, -1, -1, 0, 2, 1, -1) \
     X(Waitsome, 5, WAIT, -1, -1, -1, 0, 3, 1, 2) \
+    X(Start, 1, START, -1, -1, -1, -1, -1, 0, -1) \
+    X(Startall, 2, START, -1, -1, -1, 0, -1, 1, -1) \
+    X(Request_free, 1, FORGET, -1, -1, -1, -1, -1, 0, -1) \
     X(Barrier, 1, COLL, 0, -1, -1, -1, -1, -1, -1) \
     X(Ibarrier, 2, ICOLL, 0, -1, -1, -1, -1, 1, -1) \
     X(Comm_idup, 3, ICOLL, 0, -1, -1, -1, -1, 2, 1) \
@@ -138,3 +143,35 @@
     X(File_set_atomicity, 2, FILECOLL, 0, -1, -1, -1, -1, -1, -1) \
     X(File_seek_shared, 3, FILECOLL, 0, -1, -1, -1, -1, -1, -1) \
     X(Abort, 2, ABORT, 0, -1, -1, -1, -1, -1, -1)
+
+#define LARGE_MPI_4_FUNCTIONS(X) \
+    X(Bcast_init, 7, ICOLL, 4, 3, -1, 1, 2, 6, PERSISTENT) \
+    X(Gather_init, 10, ICOLL, 7, 6, -1, -1, -1, 9, PERSISTENT) \
+    X(Gatherv_init, 11, ICOLL, 8, 7, -1, -1, -1, 10, PERSISTENT) \
+    X(Scatter_init, 10, ICOLL, 7, 6, -1, -1, -1, 9, PERSISTENT) \
+    X(Scatterv_init, 11, ICOLL, 8, 7, -1, -1, -1, 10, PERSISTENT) \
+    X(Allgather_init, 9, ICOLL, 6, -1, -1, 4, 5, 8, PERSISTENT) \
+    X(Allgatherv_init, 10, ICOLL, 7, -1, -1, -1, -1, 9, PERSISTENT) \
+    X(Alltoall_init, 9, ICOLL, 6, -1, -1, 4, 5, 8, PERSISTENT) \
+    X(Alltoallv_init, 11, ICOLL, 8, -1, -1, -1, -1, 10, PERSISTENT) \
+    X(Alltoallw_init, 11, ICOLL, 8, -1, -1, -1, -1, 10, PERSISTENT) \
+    X(Reduce_init, 9, ICOLL, 6, 5, -1, 2, 3, 8, PERSISTENT) \
+    X(Allreduce_init, 8, ICOLL, 5, -1, -1, 2, 3, 7, PERSISTENT) \
+    X(Reduce_scatter_init, 8, ICOLL, 5, -1, -1, -1, -1, 7, PERSISTENT) \
+    X(Reduce_scatter_block_init, 8, ICOLL, 5, -1, -1, 2, 3, 7, PERSISTENT) \
+    X(Scan_init, 8, ICOLL, 5, -1, -1, 2, 3, 7, PERSISTENT) \
+    X(Exscan_init, 8, ICOLL, 5, -1, -1, 2, 3, 7, PERSISTENT) \
+    X(Neighbor_allgather_init, 9, ICOLL, 6, -1, -1, -1, -1, 8, PERSISTENT) \
+    X(Neighbor_allgatherv_init, 10, ICOLL, 7, -1, -1, -1, -1, 9, PERSISTENT) \
+    X(Neighbor_alltoall_init, 9, ICOLL, 6, -1, -1, -1, -1, 8, PERSISTENT) \
+    X(Neighbor_alltoallv_init, 11, ICOLL, 8, -1, -1, -1, -1, 10, PERSISTENT) \
+    X(Neighbor_alltoallw_init, 11, ICOLL, 8, -1, -1, -1, -1, 10, PERSISTENT)
+
+#define OTHER_MPI_4_FUNCTIONS(X) \
+    X(Barrier_init, 3, ICOLL, 0, -1, -1, -1, -1, 2, PERSISTENT) \
+    X(Psend_init, 9, ISEND, 6, 4, 5, 1, -1, 8, PERSISTENT) \
+    X(Precv_init, 9, IRECV, 6, 4, 5, -1, -1, 8, PERSISTENT) \
+    X(Pready, 2, READY, -1, -1, -1, -1, -1, 1, -1) \
+    X(Pready_range, 3, READY, -1, -1, -1, -1, -1, 2, -1) \
+    X(Pready_list, 3, READY, -1, -1, -1, -1, 1, 2, -1) \
+    X(Parrived, 3, POLL, -1, -1, -1, -1, -1, -1, 2)

@@ -10,11 +10,13 @@ import ast
 import atexit
 import ctypes
 import faulthandler
+import fcntl
 import importlib
 import importlib.util
 import json
 import linecache
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -25,13 +27,13 @@ from typing import Any
 
 _PACKAGE = Path(__file__).resolve().parents[2]
 _TICK_S = 0.25
-_DUMP_AFTER_S = 1.0
 _MAX_FRAMES = 16
 _MAX_THREADS = 16
 _RANK_VARIABLES = (
     *("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PALS_RANKID", "FLUX_TASK_RANK", "SLURM_PROCID"),
     "PMIX_RANK",
 )
+_OF_MPI_4 = ("PMPI_Barrier_init", "PMPI_Neighbor_alltoallw_init", "PMPI_Pready_list")
 _FIND_LIBRARY = """
 import mpi4py
 mpi4py.rc(initialize=False, finalize=False)
@@ -57,6 +59,7 @@ def _load(name: str) -> Any:
 
 _settings = _load("settings")
 _callsite = _load("system.callsite")
+_agreements = _load("watch.startup.mpistrat_watch_agreements")
 
 
 def begin() -> None:
@@ -76,9 +79,7 @@ def begin() -> None:
         _refuse("MPISTRAT_WATCH=off forbids the sockets that the watch needs.")
     # First, because `_mpi_library` may start a second Python, which would be taken for a rank.
     _hide_from_children(variables)
-    library = _open_recorder()
-    if library is None:
-        return
+    library = _open_recorder() or _load("watch.startup.mpistrat_watch_bare").BareSender()
     is_given = bool(address)
     if not is_given and rank == 0:
         address = _start_collector(settings, variables)
@@ -113,18 +114,21 @@ def _refuse(why: str) -> Any:
 def _open_recorder() -> Any:
     """Load the recorder into the global scope, where it comes before the MPI library."""
     path = _mpi_library()
-    # Two builds, because mpi4py calls `MPI_..._c` functions if it finds any. A recorder that has
-    # them, above a library that lacks them, would end the program at its first call.
+    # Several builds, because mpi4py calls newer functions of MPI if it finds them. A recorder that
+    # has them, above a library that lacks them, would end the program at its first call.
     name = "_recorder.abi3.so"
     if path is not None:
-        has_large = hasattr(
-            ctypes.CDLL(path or None, os.RTLD_LAZY | os.RTLD_LOCAL), "PMPI_Allreduce_c"
-        )
-        name = "_recorder_c.abi3.so" if has_large else name
+        library = ctypes.CDLL(path or None, os.RTLD_LAZY | os.RTLD_LOCAL)
+        if all(hasattr(library, each) for each in _OF_MPI_4):
+            large = "_c" if hasattr(library, "PMPI_Allreduce_init_c") else ""
+            name = f"_recorder_4{large}.abi3.so"
     try:
-        return ctypes.CDLL(str(_PACKAGE / "watch" / name), os.RTLD_NOW | os.RTLD_GLOBAL)
+        recorder = ctypes.CDLL(str(_PACKAGE / "watch" / name), os.RTLD_NOW | os.RTLD_GLOBAL)
     except OSError:
         return None
+    recorder.recorder_version.restype = ctypes.c_ulonglong
+    recorder.recorder_note.argtypes = (ctypes.c_char_p, ctypes.c_ulonglong, ctypes.c_int)
+    return recorder
 
 
 def _mpi_library() -> str | None:
@@ -174,23 +178,18 @@ def _start_collector(settings: Any, variables: Any) -> str:
 class _Sampler:
     """Thread that tells the recorder four times a second where the program's threads are."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: Any) -> None:
         self._library = library
-        self._last = ""
         self._dumps = os.memfd_create("mpistrat-watch")
         self._pid = os.getpid()
         self._is_over = False
-        self._slot_is_taken = False
-        """Whether the program itself uses the one timer of faulthandler."""
-        self._dump_later = faulthandler.dump_traceback_later
-        self._cancel = faulthandler.cancel_dump_traceback_later
 
     def start(self, host: str, port: str, key: str, rank: int) -> None:
         self._wrap()
         # The first function to be registered is the last to be called.
         atexit.register(self._end)
-        arguments = (host.encode(), port.encode(), key.encode(), rank, self._dumps)
-        if self._library.recorder_start(*arguments) == 0:
+        numbers = (rank, self._dumps, self._dump_by_signal())
+        if self._library.recorder_start(host.encode(), port.encode(), key.encode(), *numbers) == 0:
             threading.Thread(target=self._work, name="mpistrat-watch", daemon=True).start()
 
     def _wrap(self) -> None:
@@ -202,41 +201,33 @@ class _Sampler:
                 self._library.recorder_leave(b"exit", int(status))
             exit_now(status)
 
-        def dump_later(*args: Any, **kwargs: Any) -> None:
-            self._slot_is_taken = True
-            self._dump_later(*args, **kwargs)
-
-        def cancel() -> None:
-            self._slot_is_taken = False
-            self._cancel()
-
         os._exit = leave  # type: ignore[assignment]
-        faulthandler.dump_traceback_later = dump_later
-        faulthandler.cancel_dump_traceback_later = cancel
+
+    def _dump_by_signal(self) -> int:
+        """Let faulthandler write the main thread's stack at a signal; return its number, or 0."""
+        # Not `dump_traceback_later`: its thread reads the stack while the program changes it, which
+        # ends the program now and then where cores are shared.
+        fcntl.fcntl(self._dumps, fcntl.F_SETFL, os.O_APPEND)  # the recorder empties the file
+        for number in range(signal.SIGRTMAX - 1, signal.SIGRTMIN, -1):
+            if signal.getsignal(number) == signal.SIG_DFL:
+                faulthandler.register(number, file=self._dumps, all_threads=False)
+                return number
+        return 0
 
     def _work(self) -> None:
         while not self._is_over:
-            self._arm()
-            self._note(self._lines(), 0)
+            # Before the lines, which then are not older than these calls.
+            version = self._library.recorder_version()
+            self._note(self._lines(), version, 0)
             time.sleep(_TICK_S)
 
-    def _arm(self) -> None:
-        """Let faulthandler write the stacks if this thread does not run for a second."""
-        if self._slot_is_taken or self._is_over:
-            return
-        self._cancel()
-        os.ftruncate(self._dumps, 0)
-        os.lseek(self._dumps, 0, os.SEEK_SET)
-        self._dump_later(_DUMP_AFTER_S, file=self._dumps)
-
-    def _note(self, lines: dict[str, Any], is_last: int) -> None:
-        text = json.dumps(lines)
-        self._library.recorder_note(text.encode(), is_last)
+    def _note(self, lines: dict[str, Any], version: int, is_last: int) -> None:
+        self._library.recorder_note(json.dumps(lines).encode(), version, is_last)
 
     def _lines(self) -> dict[str, Any]:
         """Return where each thread of the program is, by its number in the system."""
         frames = _callsite.frames_of_threads()
-        found = {}
+        found: dict[str, Any] = {"agreements": _agreements.agreements(), "bare": self._is_bare()}
         for thread in threading.enumerate()[:_MAX_THREADS]:
             frame = frames.get(thread.ident)
             is_main = thread is threading.main_thread()
@@ -247,18 +238,21 @@ class _Sampler:
                 found[str(thread.native_id)] = where
         return found
 
+    def _is_bare(self) -> bool:
+        """Return whether MPI runs, and the recorder has seen no call of it."""
+        mpi = sys.modules.get("mpi4py.MPI")
+        has_begun = mpi is not None and hasattr(mpi, "Is_initialized") and mpi.Is_initialized()
+        return has_begun and self._library.recorder_version() == 0
+
     def _end(self) -> None:
         """Tell the recorder that the program is over, and which exception has ended it."""
-        # First, so that the sampler does not set the timer again while Python ends.
         self._is_over = True
-        if not self._slot_is_taken:
-            self._cancel()
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         after = None
         if error is not None and not isinstance(error, SystemExit):
             site = _callsite.failure_site(error.__traceback__)
             after = f"{type(error).__name__} at {site}"
-        self._note({"end": True, "after": after}, 1)
+        self._note({"end": True, "after": after}, self._library.recorder_version(), 1)
 
 
 def _where(frame: FrameType | None) -> dict[str, Any] | None:
