@@ -38,8 +38,8 @@ RECORDER = Path("mpistrat/native/recorder")
 def recorder(name, macros):
     """Return the recorder of `mpistrat watch`, which uses nothing of Python nor of an MPI library.
 
-    mpi4py looks whether the functions of MPI 4, and those for large counts, exist. So there are three
-    recorders: for libraries with both, with those of MPI 4 (Open MPI 5), and with neither.
+    mpi4py looks whether the functions of MPI 4, and those for large counts, exist. So there are
+    three recorders: for libraries with both, with those of MPI 4 (Open MPI 5), and with neither.
     """
     return Extension(
         f"mpistrat.watch.{name}",

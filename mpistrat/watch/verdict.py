@@ -49,6 +49,8 @@ class Verdict:
         self, ranks: list[Rank], members: Mapping[str, frozenset[int]], now_s: float
     ) -> Report | None:
         """Return a report if there is one to print now."""
+        if not ranks:  # below a site's launcher, none has come yet
+            return None
         # A rank in a debugger stands still for as long as its user needs.
         if any(each.tracer for each in ranks) or _lets_wait(ranks, now_s):
             return None

@@ -119,7 +119,7 @@ other = comm.Spawn(sys.executable, ["-c", code + "; p.Disconnect()"], 1)
 other.Barrier()
 other.Disconnect()
 """,
-    "subprocess": """
+    "child_program": """
 import subprocess
 code = "import time; time.sleep(4); print('child')"
 if comm.rank == 1:
@@ -136,7 +136,7 @@ if comm.rank == 1:
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 comm.Barrier()
 """,
-    "multiprocessing": """
+    "pool_of_processes": """
 import multiprocessing
 if comm.rank == 1:
     with multiprocessing.get_context("fork").Pool(2) as pool:
@@ -163,7 +163,7 @@ if comm.rank == 0:
         time.sleep(1)
         request.Pready(i)
 elif comm.rank == 1:
-    request = comm.Precv_init(values, 4, 0)
+    request = comm.Precv_init(values, 4, 0, 0)
     request.Start()
 if comm.rank < 2:
     request.Wait()

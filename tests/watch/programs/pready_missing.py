@@ -10,6 +10,6 @@ if rank == 0:
     request.Start()
     request.Pready_range(0, 2)
 elif rank == 1:
-    request = comm.Precv_init(values, 4, source=0)
+    request = comm.Precv_init(values, 4, 0, 0)
     request.Start()
     request.Wait()  # at: [1]
