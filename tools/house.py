@@ -33,8 +33,8 @@ Graph = Mapping[str, set[str]]
 Limit = int | tuple[int, int]
 
 LIMITS: dict[str, Limit] = {
-    "files": 352,
-    "lines": 84_400,
+    "files": 357,
+    "lines": 85_800,
     "longest file, code": 400,
     "median file": (150, 240),
     "loose modules": 21,

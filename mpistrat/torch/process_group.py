@@ -115,7 +115,7 @@ class Group(Operations, Messages):
         opts = dist.BarrierOptions()
         opts.asyncOp = False
         if timeout is not None:
-            # Of an operation, 0 means no limit of its own.
+            # 0 would mean the limit of the group.
             opts.timeout = max(timeout, timedelta(milliseconds=1))
         self.barrier(opts).wait()
 

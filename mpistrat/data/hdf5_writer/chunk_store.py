@@ -191,7 +191,7 @@ class ChunkStore:
     def fill_last(self, dataset: OutputDataset, stored: Any, is_stale: bool) -> None:
         """Read the rows of the last, partial block from the open dataset `stored`.
 
-        With `is_stale`, the next commit writes its chunks anew.
+        With `is_stale`, the next commit writes its chunks to a new place.
         """
         column, geometry = self._columns[dataset.name], dataset.geometry
         for place in self.owned_last(dataset):
