@@ -8,7 +8,7 @@ from tests import ROOT
 from tools.house import layers
 
 NUMBERS = {"one": 1, "two": 2, "three": 3, "four": 4, "five": 5}
-LINES = re.compile(rf"({'|'.join(NUMBERS)}) (?:changed )?lines?\b", re.IGNORECASE)
+LINES = re.compile(rf"({'|'.join(NUMBERS)})\s+(?:changed\s+)?lines?\b", re.IGNORECASE)
 CHANGES = {
     "from PyTorch": {
         "README.md": "| PyTorch with DDP over gloo |",
