@@ -21,7 +21,6 @@ NOT_OURS = {
         "test_get_backend": "asks for the name gloo",
         "test_monitored_barrier_gloo": "for gloo only before torch 2.14; then its exact words",
         "test_monitored_barrier_gloo_subgroup": "the same",
-        "test_monitored_barrier_gloo_rank_0_timeout": "makes a ProcessGroupGloo itself",
     },
     "mpi": {"test_get_backend": "asks for the name mpi"},
     "mpistrat": {},
@@ -30,22 +29,39 @@ NOT_OURS = {
 AT_LEAST = {"mpistrat": 60, "gloo": 80, "mpi": 80}
 
 
+OTHER_WORDS = "test_monitored_barrier_gloo_rank_0_timeout"
+"""Its barrier times out too, and it asks for the words of gloo."""
+STUCK = "test_barrier_timeout_full_group"
+"""The test in which only rank 0 calls a barrier; ranks that are stuck end the job with an error."""
+
+
+def listed(result):
+    return [json.loads(line) for line in result.stdout.splitlines() if line.startswith('["')]
+
+
 def outcomes_of(ranks, **variables):
     """Return the outcome of each test as [name, outcome, why, ...]."""
     result = launch.run(["-W", "ignore", PROGRAM], ranks, 300, env=variables)
     assert result.returncode == 0, result.stderr[-2000:]
-    return [json.loads(line) for line in result.stdout.splitlines() if line.startswith('["')]
+    return listed(result)
 
 
 @pytest.mark.parametrize(("ranks", "named"), [(2, "mpistrat"), (3, "gloo"), (3, "mpi")])
 def test_torchs_own_tests_pass(ranks, named):
-    outcomes = outcomes_of(ranks, BACKEND=named)
+    outcomes = outcomes_of(ranks, BACKEND=named, LEFT_OUT=f"{STUCK} {OTHER_WORDS}")
     failed = {
         name: why for name, outcome, why, *_ in outcomes if outcome not in ("passed", "skipped")
     }
     unexpected = {name: why for name, why in failed.items() if name not in NOT_OURS[named]}
     assert not unexpected, unexpected
     assert sum(outcome == "passed" for _, outcome, *_ in outcomes) >= AT_LEAST[named]
+
+
+def test_a_barrier_that_times_out_fails_and_so_does_the_job():
+    result = launch.run(["-W", "ignore", PROGRAM, STUCK], 3, 100, env={"BACKEND": "gloo"})
+    assert [each[:2] for each in listed(result)] == [[STUCK, "passed"]]
+    assert result.returncode != 0
+    assert "Ranks 1-2 did not come to torch.barrier" in result.stderr
 
 
 @pytest.mark.skipif("rank" not in (c10d.Backend.__init__.__doc__ or ""), reason="needs torch 2.14")

@@ -510,7 +510,8 @@ def _ranks_of(strategy: Any) -> tuple[Any, Collectives]:
         if frame is not None and not context.is_default(frame.strategy):
             strategy = frame.strategy
     if strategy is None:
-        if context.open_strategies() or is_one_of_several():
+        opened = map(context.collectives_of, context.open_strategies())
+        if is_one_of_several() or any(ranks.size > 1 for ranks in opened):
             raise ContextError(
                 "HDF5Writer was called outside of any strategy in a job of several ranks, which "
                 "would all write the same file. Pass strategy=strategy, or call it inside "

@@ -454,6 +454,17 @@ def test_context(strategy, path):
             ms.data.HDF5Writer(path, "a")
 
 
+def test_one_process_with_several_replicas_needs_no_scope(strategy, path):
+    if strategy.size > 1:
+        pytest.skip("needs one process")
+    replicas = ms.MPIStrategy(num_replicas=2)
+    with ms.data.HDF5Writer(path, "a") as out:
+        out.append({"x": 1.0})
+    replicas.close()
+    with h5py.File(path) as file:
+        assert file["x"][...] == [1.0]
+
+
 def test_many_small_steps_need_little_space(strategy, path):
     num_steps = 3000 if strategy.size == 1 else 100
     with ms.data.HDF5Writer(path, "a", strategy=strategy) as out:
