@@ -29,8 +29,9 @@ from mpistrat.native import native_library
 from mpistrat.settings import settings
 from mpistrat.system.cpu import current_core, own_cores
 
-_LZ4, _ZSTD = 32004, 32015
-_SYMBOLS = {_LZ4: ("lz4", "LZ4_decompress_safe"), _ZSTD: ("zstd", "ZSTD_decompress")}
+LZ4 = 32004
+_ZSTD = 32015
+_SYMBOLS = {LZ4: ("lz4", "LZ4_decompress_safe"), _ZSTD: ("zstd", "ZSTD_decompress")}
 """For each filter, its plugin and the function in it that decodes into given memory."""
 
 _REENTRANT = {"blosc", "blosc2", "bshuf", "lz4", "zstd"}
@@ -71,7 +72,7 @@ def plugin_decoder(filter_id: int, values: Sequence[int]) -> Callable[[Any, int]
         return None
 
     def decode(encoded: Any, num_bytes: int) -> bytes:
-        if filter_id == _LZ4:
+        if filter_id == LZ4:
             _check_lz4_blocks(encoded)
         decoded = run_plugin(filter_id, values, _REVERSE, encoded)
         if decoded is None:
@@ -96,6 +97,13 @@ def run_plugin(filter_id: int, values: Sequence[int], flags: int, data: Any) -> 
         return ctypes.string_at(memory, length) if 0 < length <= sys.maxsize else None
     finally:
         _libc().free(memory)
+
+
+@cache
+def lz4_function(name: str) -> Any:
+    """Return a function of the LZ4 in the plugin of HDF5, ``None`` if it exports none."""
+    path = hdf5.plugin_libraries().get("lz4")
+    return getattr(ctypes.CDLL(path), f"LZ4_{name}", None) if path else None
 
 
 class Codec(NamedTuple):

@@ -13,7 +13,7 @@ import numpy as np
 from mpistrat import hdf5
 from mpistrat.arguments import as_integer
 from mpistrat.data.hdf5_writer.encoders import ChunkEncoder, make_encoder
-from mpistrat.data.hdf5_writer.geometry import Geometry, automatic_chunks
+from mpistrat.data.hdf5_writer.geometry import Geometry, Piece, automatic_chunks
 from mpistrat.errors import DataError
 
 
@@ -66,6 +66,15 @@ class OutputDataset:
         """Return the number of rows that a full block has."""
         height = self.geometry.chunk[0]
         return height if self.grows else min(height, self.num_rows - block * height)
+
+    def is_whole(self, piece: Piece) -> bool:
+        """Return whether a piece has all elements of its chunk."""
+        rows, lengths = piece.rows, self.geometry.inner_shape(piece.cell)
+        is_all = isinstance(rows, slice) and rows.stop - rows.start == self.rows_of_block(
+            piece.block
+        )
+        parts = zip(piece.source, lengths, strict=True)
+        return is_all and all(part.stop - part.start == length for part, length in parts)
 
     def blank(self) -> np.ndarray:
         """Return a new chunk with the fill value in all elements."""

@@ -50,9 +50,10 @@ class _Fill:
 
 @dataclass
 class _Fixed:
-    """A dataset of fixed size."""
+    """A dataset of fixed size, of which all ranks know what was written."""
 
-    address: int
+    address: int | None
+    """``None`` if rows go to the owners of chunks."""
     coverage: Coverage = field(default_factory=Coverage)
 
 
@@ -159,8 +160,8 @@ class DirectRows:
 
     # Datasets of fixed size
 
-    def is_direct(self, dataset: OutputDataset) -> bool:
-        """Return whether the rows of a dataset of fixed size are written directly."""
+    def knows_rows(self, dataset: OutputDataset) -> bool:
+        """Return whether all ranks know which rows of a dataset of fixed size were written."""
         return dataset.name in self._fixed
 
     def takes_boxes(self, dataset: OutputDataset, boxes: Sequence[Box] | None) -> Entries | None:
@@ -169,11 +170,17 @@ class DirectRows:
         The first `boxes` of all ranks decide; ``None`` are rows in any order.
         """
         if dataset.name in self._fixed:
-            return {}
+            return None if self._fixed[dataset.name].address is None else {}
         if boxes and all(box.is_empty for box in boxes):
             return None
         if dataset.name in self._with_owners or not self._is_suitable(dataset, boxes):
-            self._with_owners.add(dataset.name)
+            height = dataset.geometry.chunk[0]
+            # Rows of whole chunks are known to all ranks, so that the rank that holds a chunk can
+            # encode it: no owner has to see whether another rank has written it before.
+            if dataset.is_chunked and any(box.stop - box.start >= height for box in boxes or ()):
+                self._fixed[dataset.name] = _Fixed(None)
+            else:
+                self._with_owners.add(dataset.name)
             return None
         geometry, new = dataset.geometry, {}
         num_chunks = ceil_div(dataset.num_rows, geometry.chunk[0]) * geometry.num_cells
@@ -214,7 +221,7 @@ class DirectRows:
     def add_boxes(
         self, dataset: OutputDataset, coverage: Coverage, parts: Iterable[PlacedPart]
     ) -> None:
-        """Accept the parts of this rank, which `coverage` has."""
+        """Accept rows, which `coverage` has, and of them the parts that this rank writes itself."""
         self._fixed[dataset.name].coverage = coverage
         for part in parts:
             # What all ranks hold is written by one of them.
@@ -258,7 +265,9 @@ class DirectRows:
         if dataset.grows:
             return self._addresses[dataset.name][piece.block, piece.cell]
         number = piece.block * dataset.geometry.num_cells + piece.cell
-        return self._fixed[dataset.name].address + number * dataset.chunk_bytes
+        address = self._fixed[dataset.name].address
+        assert address is not None
+        return address + number * dataset.chunk_bytes
 
     def _stale_fills(self) -> list[_Fill]:
         """Return the fills that no step has brought since rows were dropped."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,13 @@ class PlacedPart:
     """Where it begins along all axes except the first."""
     is_shared: bool = False
     """Whether all ranks hold it, so that each takes what it owns."""
+    keeps_whole: bool = False
+    """Whether this rank keeps the chunks of which it has all elements, instead of their owners."""
+
+
+def not_kept(part: PlacedPart) -> PlacedPart:
+    """Return a part whose whole chunks go to their owners."""
+    return replace(part, keeps_whole=False)
 
 
 Put = Callable[[OutputDataset, Piece, np.ndarray], None]
@@ -48,6 +55,8 @@ def pieces_of(
         source: Any = None
         for piece in geometry.pieces(part.rows, part.starts, part.array.shape[1:]):
             owner = geometry.owner(piece.block, piece.cell, size)
+            if part.keeps_whole and part.dataset.is_whole(piece):
+                owner = rank
             if part.is_shared and owner != rank:
                 continue
             if isinstance(part.array, np.ndarray):

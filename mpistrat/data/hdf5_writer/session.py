@@ -193,7 +193,7 @@ class Session:
 
     def missing(self, dataset: OutputDataset) -> int | None:
         """Return the first row that this rank lacks of a dataset of fixed size, if any. Local."""
-        where = self.direct if self.direct.is_direct(dataset) else self.store
+        where = self.direct if self.direct.knows_rows(dataset) else self.store
         return where.missing(dataset)
 
     def store_chunks(self, kind: str, is_commit: bool, flush: bool = False) -> None:

@@ -17,6 +17,9 @@ Reports = Sequence[Mapping[str, Any]]
 """For each rank: for each leaf a list of lengths or places, and a digest."""
 
 
+_MAX_IMBALANCE = 1.25
+
+
 class Ranks(NamedTuple):
     """The ranks of a writer, and the replicas that they belong to."""
 
@@ -60,8 +63,9 @@ def appended(
         counting = _ranks_of_split(what, leaf, dataset, reports, ranks)
     else:
         counting = ranks.contributors(what, leaf.name, reports)
-    before = sum(sum(reports[rank]["lengths"]) for rank in counting if rank < own_rank)
-    total = sum(sum(reports[rank]["lengths"]) for rank in counting)
+    lengths = [sum(reports[rank]["lengths"]) for rank in counting]
+    before = sum(n for rank, n in zip(counting, lengths, strict=True) if rank < own_rank)
+    total, keeps_whole = sum(lengths), _is_balanced(lengths)
     parts: list[PlacedPart] = []
     if own_rank in counting:
         for array, length in zip(leaf.arrays, reports[own_rank]["lengths"], strict=True):
@@ -69,12 +73,18 @@ def appended(
                 starts = list(whole)
                 starts[dataset.split_axis - 1] = before
                 row = range(start, start + 1)
-                parts.append(PlacedPart(dataset, array[None], row, tuple(starts)))
+                each = PlacedPart(dataset, array[None], row, tuple(starts), False, keeps_whole)
             else:
                 rows = range(start + before, start + before + length)
-                parts.append(PlacedPart(dataset, array, rows, whole))
+                each = PlacedPart(dataset, array, rows, whole, False, keeps_whole)
+            parts.append(each)
             before += length
     return parts, 1 if dataset.split_axis else total
+
+
+def _is_balanced(lengths: Sequence[int]) -> bool:
+    """Return whether no rank has much more than its share, which others should help to encode."""
+    return max(lengths) * len(lengths) <= _MAX_IMBALANCE * sum(lengths)
 
 
 def _ranks_of_split(
@@ -119,6 +129,7 @@ def written(
         )
     parts: list[PlacedPart] = []
     boxes: list[Box] | None = []
+    keeps_whole = _is_balanced([sum(reports[rank]["rows"]) for rank in counting])
     before = 0
     for rank in counting:
         described = zip(reports[rank]["lengths"], reports[rank]["rows"], strict=True)
@@ -141,7 +152,8 @@ def written(
             if rank == own_rank:
                 own = leaf.at[number] if is_listed else rows
                 array = leaf.arrays[number]
-                parts.append(PlacedPart(dataset, array, own, starts, leaf.is_shared))
+                shared = leaf.is_shared
+                parts.append(PlacedPart(dataset, array, own, starts, shared, keeps_whole))
     return parts, boxes
 
 

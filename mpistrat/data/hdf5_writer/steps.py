@@ -10,7 +10,7 @@ from typing import Any
 from mpistrat.agreement.ledger import Signature
 from mpistrat.collectives.collectives import CollectiveCall
 from mpistrat.data.hdf5_writer.dataset_spec import OutputDataset, canonical, make_dataset
-from mpistrat.data.hdf5_writer.exchange import PlacedPart
+from mpistrat.data.hdf5_writer.exchange import PlacedPart, not_kept
 from mpistrat.data.hdf5_writer.parts import (
     Leaf,
     check_rows,
@@ -252,20 +252,24 @@ class Steps:
             sorts = tuple(f"{name}: {self._sort_of_place(leaf)}" for name, leaf in leaves.items())
             _, texts = self._agree_with(call, leaves, _Checked((), (), {}, sorts, own_reports))
             reports = [parsed_report(each) for each in texts]
-            sent, direct = [], []
+            sent, known, has_sent = [], [], False
             for number, (name, leaf) in enumerate(leaves.items()):
                 dataset, of_leaf = session.datasets[name], [report[number] for report in reports]
                 parts, boxes = written(kind, leaf, dataset, of_leaf, self._members)
                 entries = session.direct.takes_boxes(dataset, boxes)
+                is_known = session.direct.knows_rows(dataset)
                 if entries is None:
-                    sent += parts
+                    has_sent = True
+                    sent += parts if is_known else [not_kept(part) for part in parts]
+                    parts = []
                 else:
                     session.add_chunks(entries)
-                    direct.append((dataset, session.direct.covered(dataset, boxes or ()), parts))
+                if is_known:
+                    known.append((dataset, session.direct.covered(dataset, boxes or ()), parts))
             # Not earlier: rows that are written twice have raised for all datasets.
-            for each in direct:
+            for each in known:
                 session.direct.add_boxes(*each)
-            mover = session.move(kind, call, sent, len(direct) < len(leaves))
+            mover = session.move(kind, call, sent, has_sent)
         mover.finish()
         session.store_chunks(kind, False)
 
@@ -346,9 +350,9 @@ class Steps:
             return at
         if isinstance(at, range):
             return ["range", at.start, at.stop]
-        # Only for datasets that are written directly, all ranks must know all rows.
-        is_direct = self._session.direct.is_direct(self._session.datasets[leaf.name])
-        return ["rows", [int(row) for row in (at if is_direct else at[:1])], len(at)]
+        # Only of some datasets, all ranks must know all rows.
+        knows = self._session.direct.knows_rows(self._session.datasets[leaf.name])
+        return ["rows", [int(row) for row in (at if knows else at[:1])], len(at)]
 
     def _sort_of_place(self, leaf: Leaf) -> str:
         first = leaf.at[0]
