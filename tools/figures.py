@@ -39,6 +39,7 @@ RUNS = {
     ),
     "checkpoint, 1 rank": (1, ["mpistrat", "bench", "checkpoint", "--samples", "5"]),
     "checkpoint, 2 ranks": (2, ["mpistrat", "bench", "checkpoint", "--samples", "5"]),
+    "output, 2 ranks": (2, ["mpistrat", "bench", "output", "--samples", "9"]),
     "scaling, 2 nodes": (2, ["tools.scaling"]),
     "machine": (1, ["benchmarks.machine", "--memory", "6"]),  # it starts its ranks itself
 }
@@ -178,6 +179,25 @@ def _checkpoint(reports: Reports) -> Iterator[str]:
                 yield _line(rows[0]["what"], rows[0]["model"], peer, *speed_ups)
 
 
+def _output(reports: Reports) -> Iterator[str]:
+    yield "| file | peer | speed-up | over `pwrite` by all ranks | stored bytes / h5py's |"
+    yield "|---|---|---|---|---|"
+    for row in reports["output, 2 ranks"]["results"]:
+        speed_ups = (row.get("ours_over_hand"), row.get("ours_over_raw"))
+        cells = ["" if each is None else _two_digits(1 / each) for each in speed_ups]
+        stored = row.get("stored_ratio")
+        cells.append("" if stored is None else f"{stored:.2f}")
+        yield _line(row["what"], row["peer"], *cells)
+
+
+def _output_files(reports: Reports) -> Iterator[str]:
+    yield "| fact | value |"
+    yield "|---|---|"
+    for row in reports["output, 2 ranks"]["facts"]:
+        value = row["value"]
+        yield _line(row["fact"], f"{value:.0f}" if value == int(value) else f"{value:.2f}")
+
+
 def _six(reports: Reports) -> Iterator[str]:
     values, run = figures(reports), "2 GB of data, 2 ranks"
     large = _two_digits(_rate(reports, run, "mpistrat, shuffled, gzip"))
@@ -278,6 +298,8 @@ TABLES = (
     Table("docs/benchmarks/data.md", "data", _data),
     Table("docs/benchmarks/data.md", "large data", _large_data),
     Table("docs/benchmarks/checkpoints.md", "checkpoint", _checkpoint),
+    Table("docs/benchmarks/output.md", "output", _output),
+    Table("docs/benchmarks/output.md", "output files", _output_files),
     Table("docs/benchmarks/machine.md", "one rank", _of_a_rank),
     Table("docs/benchmarks/machine.md", "growth", _growth),
 )

@@ -27,7 +27,7 @@ from mpistrat.strategies import MPIStrategy
 
 _ROWS, _WIDTH, _CHUNK_ROWS = 196_608, 256, 1024
 """A dataset of 201 MB of float32, with chunks of 1 MiB."""
-_STEP, _NUM_STEPS, _NUM_DURABLE, _NUM_NUMBERS = 12_500, 300, 30, 3000
+_STEP, _NUM_STEPS, _NUM_DURABLE, _NUM_NUMBERS = 12_500, 1000, 100, 3000
 """Elements of a float64 step of 100 kB, which all ranks share; numbers of steps."""
 
 _Candidates = dict[str, Callable[[], object]]
@@ -40,7 +40,8 @@ def measure(choices: Choices) -> Findings:
     with new_folder(ranks) as folder:
         output = _Output(strategy, ranks, folder)
         rows = [output.whole(*each, choices.num_samples) for each in _kinds()]
-        rows += [output.steps(False, choices.num_samples), output.steps(True, choices.num_samples)]
+        for is_durable, has_numbers in ((False, True), (False, False), (True, False)):
+            rows.append(output.steps(is_durable, has_numbers, choices.num_samples))
         facts = output.facts()
     note = (
         "Whole files: 201 MB of float32, flushed to disk. Steps: 100 kB of float64, of which each "
@@ -117,8 +118,11 @@ class _Output:
             "stored_ratio": sizes[0] / sizes[1],
         }
 
-    def steps(self, durable: bool, num_samples: int) -> Row:
-        """Time appending steps to a file that grows. **Collective**."""
+    def steps(self, durable: bool, has_numbers: bool, num_samples: int) -> Row:
+        """Time appending steps to a file that grows. **Collective**.
+
+        With `has_numbers`, each step has two numbers as well.
+        """
         number, comm, ranks = _NUM_DURABLE if durable else _NUM_STEPS, self._comm, self._ranks
         lengths = [len(each) for each in np.array_split(np.empty(_STEP), ranks.size)]
         own = np.random.default_rng(ranks.rank).random(lengths[ranks.rank])
@@ -128,8 +132,9 @@ class _Output:
         def append() -> None:
             with HDF5Writer(ours, "a", durable=durable, strategy=self._strategy) as out:
                 out.create_dataset("x", (None, _STEP), "f8", split_axis=1)
-                for _ in range(number):
-                    out.append({"x": own})
+                for step in range(number):
+                    numbers = {"time": step / 2, "norm": float(step)} if has_numbers else {}
+                    out.append({"x": own, **numbers})
 
         def gather() -> bool:
             comm.Gatherv(own, (joined, lengths) if ranks.rank == 0 else None)
@@ -139,13 +144,18 @@ class _Output:
             file = hdf5.h5py().File(hand, "w", libver="latest") if ranks.rank == 0 else None
             if file is not None:
                 shape = {"shape": (0, _STEP), "maxshape": (None, _STEP), "chunks": (1, _STEP)}
-                dataset = file.create_dataset("x", dtype="f8", **shape)
+                datasets = [file.create_dataset("x", dtype="f8", **shape)]
+                for name in ("time", "norm") if has_numbers else ():
+                    one = {"shape": (0,), "maxshape": (None,), "chunks": (1024,)}
+                    datasets.append(file.create_dataset(name, dtype="f8", **one))
                 file.swmr_mode = True
             for step in range(number):
                 if gather():
-                    dataset.resize(step + 1, axis=0)
-                    dataset[step] = joined
-                    dataset.flush()
+                    for dataset, value in zip(datasets, (joined, step / 2, step), strict=False):
+                        dataset.resize(step + 1, axis=0)
+                        dataset[step] = value
+                    for dataset in datasets:
+                        dataset.flush()
             if file is not None:
                 file.close()
                 _flush(hand)
@@ -163,7 +173,9 @@ class _Output:
         calls: _Candidates = {"ours": append, "hand": by_pwrite if durable else by_h5py}
         timings = self._timed(calls, num_samples)
         return {
-            "what": f"{number} steps of 100 kB" + (", durable" if durable else ""),
+            "what": f"{number} steps of 100 kB"
+            + (" and 2 numbers" if has_numbers else "")
+            + (", durable" if durable else ""),
             "peer": "pwrite, 2 fdatasync" if durable else "gather, SWMR",
             **timings.medians(),
             **timings.ratio("ours_over_hand", "ours", "hand"),

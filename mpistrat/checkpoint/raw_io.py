@@ -35,6 +35,7 @@ from mpistrat.checkpoint.digests import (
 from mpistrat.sharding import Box, ceil_div, cut, part_lengths
 from mpistrat.system.background import Background
 from mpistrat.system.cpu import cores_of_mask, mask_of_cores, num_cores, own_cores
+from mpistrat.system.files import begin_to_flush
 
 BYTES_PER_PIECE = 2**21
 """Host memory that a copy from the device needs; about as much as a cache holds."""
@@ -175,15 +176,8 @@ def write_at(handle: int, offset: int, piece: np.ndarray) -> None:
     left = memoryview(piece.reshape(-1).view(np.uint8).data)
     while left:
         written = os.pwrite(handle, left, offset)
-        _begin_to_flush(handle, offset, written)
+        begin_to_flush(handle, offset, written)
         left, offset = left[written:], offset + written
-
-
-def _begin_to_flush(handle: int, offset: int, num_bytes: int) -> None:
-    """Let the disk work from now on; otherwise it would begin at the fsync at the end."""
-    if hasattr(os, "posix_fadvise"):
-        # Linux takes this as a request to write new pages: it drops only pages that are on disk.
-        os.posix_fadvise(handle, offset, num_bytes, os.POSIX_FADV_DONTNEED)
 
 
 _BYTES_AHEAD = 2**23

@@ -242,6 +242,17 @@ def test_checkpoints_are_measured_and_leave_no_files(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_output_is_measured_and_leaves_no_files(tmp_path):
+    names = {"package": "mpistrat.bench", "module": "hdf5_output", "constant": "_ROWS"}
+    rows = bench_in_small(tmp_path, 2, "output", **names, value=5000)
+    assert {"gzip 4 and shuffle", "uncompressed", "contiguous"} <= {row["what"] for row in rows}
+    assert {"h5py on one rank", "gather, SWMR", "pwrite, 2 fdatasync"} == {
+        row["peer"] for row in rows
+    }
+    assert all(row["ours_s"] > 0 and row["ours_over_hand"] > 0 for row in rows)
+    assert not list(tmp_path.iterdir())
+
+
 BAD_ARGUMENTS = {
     "--samples must be at least 1, not 0.": ["--samples", "0"],
     "--ranks is for --best.": ["--ranks", "4"],

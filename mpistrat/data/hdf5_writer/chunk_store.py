@@ -20,7 +20,12 @@ from mpistrat.data.hdf5.filters import DecodingThreads
 from mpistrat.data.hdf5_writer.chunk_tree import ChunkEntry
 from mpistrat.data.hdf5_writer.dataset_spec import OutputDataset
 from mpistrat.data.hdf5_writer.geometry import Piece
-from mpistrat.data.hdf5_writer.root_file import Place, ReuseList, write_all
+from mpistrat.data.hdf5_writer.root_file import (
+    Place,
+    ReuseList,
+    begin_to_flush_large,
+    write_all,
+)
 from mpistrat.errors import DataError
 from mpistrat.system.xxh3 import digest_of_values
 
@@ -161,8 +166,9 @@ class _Column:
 class ChunkStore:
     """The chunks of this rank, of all datasets."""
 
-    def __init__(self, folder: str, rank: int, size: int) -> None:
+    def __init__(self, folder: str, rank: int, size: int, flushes_early: bool) -> None:
         self._folder = folder
+        self._flushes_early = flushes_early
         self.rank = rank
         self.size = size
         self._columns: dict[str, _Column] = {}
@@ -348,6 +354,8 @@ class ChunkStore:
 
         def write_one(each: Encoded, address: int) -> None:
             write_all(handle, address + each.offset, each.data)
+            if self._flushes_early:
+                begin_to_flush_large(handle, address + each.offset, len(each.data))
 
         pairs = list(zip(encoded, addresses, strict=True))
         if sum(len(each.data) for each in encoded) < 2**20:

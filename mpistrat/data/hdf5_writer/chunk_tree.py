@@ -134,7 +134,7 @@ def encode_node(node: Node, left: int = UNDEFINED, right: int = UNDEFINED) -> by
     # HDF5 reads a node in its full length, so the space for missing children must be in the file,
     # too. Nothing is written there, because HDF5 ignores it.
     parts = [b"TREE", struct.pack("<BBHQQ", 1, node.level, len(node.children), left, right)]
-    return b"".join([*parts, *(child.data for child in node.children), node.right_key])
+    return b"".join([*parts, *[child.data for child in node.children], node.right_key])
 
 
 def build_linked(

@@ -21,7 +21,7 @@ from mpistrat.data.hdf5_writer.coverage import Box, Coverage
 from mpistrat.data.hdf5_writer.dataset_spec import OutputDataset
 from mpistrat.data.hdf5_writer.exchange import PlacedPart, pieces_of
 from mpistrat.data.hdf5_writer.geometry import Geometry, Piece
-from mpistrat.data.hdf5_writer.root_file import Place, write_all
+from mpistrat.data.hdf5_writer.root_file import Place, begin_to_flush_large, write_all
 from mpistrat.errors import DataError
 from mpistrat.sharding import ceil_div
 
@@ -50,7 +50,7 @@ class _Fill:
 
 @dataclass
 class _Fixed:
-    """A dataset of fixed size, of which all ranks know what was written."""
+    """A dataset of fixed size. All ranks know what was written to it."""
 
     address: int | None
     """``None`` if rows go to the owners of chunks."""
@@ -66,7 +66,9 @@ class DirectRows:
         space: SharedSpace,
         contiguous: Mapping[str, int],
         is_possible: bool,
+        flushes_early: bool,
     ) -> None:
+        self._flushes_early = flushes_early
         self._rank, self._size = store.rank, store.size
         self._store = store
         self._space = space
@@ -245,7 +247,10 @@ class DirectRows:
         self._stale = {}
         for part in parts:
             for dataset, piece, elements in self._pieces(part):
-                _write_piece(handle, self._address(dataset, piece), dataset, piece, elements)
+                address = self._address(dataset, piece)
+                _write_piece(handle, address, dataset, piece, elements)
+                if self._flushes_early and elements.nbytes >= dataset.chunk_bytes // 2:
+                    begin_to_flush_large(handle, address, dataset.chunk_bytes)
         self._addresses.clear()
 
     def _pieces(self, part: PlacedPart) -> Iterator[tuple[OutputDataset, Piece, np.ndarray]]:

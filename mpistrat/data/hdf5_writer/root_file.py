@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +34,7 @@ from mpistrat.data.hdf5_writer.header_image import (
 from mpistrat.data.hdf5_writer.superblock import Root, read_superblock
 from mpistrat.errors import DataError
 from mpistrat.sharding import ceil_div
+from mpistrat.system.files import begin_to_flush
 
 AHEAD_BYTES = 2**24
 """How far the stated end is ahead of what is used, and the size of the file ahead of that.
@@ -238,12 +239,12 @@ class RootFile:
         trees = {index.dataset.name: index.root or 0 for index, _ in staged} | self._places
         address = batch.allocate(self._template.num_bytes)
         header, root = self._template.at(address, rows, trees, steps, end)
-        batch.writes.append((address, header))
+        batch.add(address, header, len(header))
         # The order matters. Readers must never find a stated end behind the size of the file, nor a
         # root group that names bytes which are not written.
         try:
             self._extend(end)
-            for place, data in batch.writes:
+            for place, data in _joined(batch.writes):
                 write_all(self.handle, place, data)
             self._write_root(root)
         except BaseException:
@@ -264,7 +265,7 @@ class RootFile:
         # Before the commit, because a power failure must not leave a root group whose headers and
         # chunks are not on disk; after it, because `append` then promises that the step is on disk.
         if self._is_durable:
-            os.fsync(self.handle)
+            os.fdatasync(self.handle)
         place, data = self._superblock.commit(root, self._stated)
         before = self.read(place, len(data))
         # One call, never a loop: these few bytes are in one page, so a kill leaves all or none of
@@ -273,7 +274,7 @@ class RootFile:
             raise OSError(f"The superblock of {self.path} was not written.")
         if self._is_durable:
             try:
-                os.fsync(self.handle)
+                os.fdatasync(self.handle)
             except OSError:
                 # The caller learns that the step was not written, and the next commit reuses the
                 # space of these headers, so the file must not name them.
@@ -295,7 +296,7 @@ class RootFile:
             address = batch.allocate(tree.node_bytes)
             # Without siblings: to name this node, its left neighbour would have to be written
             # again, and then all nodes above that. `finish` adds them once.
-            batch.writes.append((address, encode_node(node)))
+            batch.add(address, encode_node(node), tree.node_bytes)
             return address
 
         for entry in index.waiting:
@@ -376,6 +377,23 @@ class RootFile:
         os.close(self.handle)
 
 
+def _joined(writes: list[tuple[int, bytes, int]]) -> Iterator[tuple[int, bytes]]:
+    """Yield the same writes, with neighbours in one: a call takes longer than its bytes."""
+    begin, parts, end, rest = 0, list[bytes](), 0, 0
+    for address, data, num_bytes in writes:
+        if parts and address == end + rest:
+            parts.append(bytes(rest))
+        elif parts:
+            yield begin, b"".join(parts)
+            parts = []
+        if not parts:
+            begin = address
+        parts.append(data)
+        end, rest = address + len(data), num_bytes - len(data)
+    if parts:
+        yield begin, b"".join(parts)
+
+
 class _Batch:
     """The writes of one commit, and where they go."""
 
@@ -383,7 +401,8 @@ class _Batch:
         self._free = free
         self._number = number
         self.arena = arena
-        self.writes: list[tuple[int, bytes]] = []
+        self.writes: list[tuple[int, bytes, int]] = []
+        """Place, bytes, and the number of bytes that belong to them in the file."""
         self._reused: list[tuple[int, int]] = []
 
     def allocate(self, num_bytes: int) -> int:
@@ -399,6 +418,10 @@ class _Batch:
         self.arena = begin + size, end
         return begin
 
+    def add(self, address: int, data: bytes, num_bytes: int) -> None:
+        """Accept a write to a place with `num_bytes`."""
+        self.writes.append((address, data, num_bytes))
+
     def undo(self) -> None:
         """Give back what was reused."""
         for address, num_bytes in self._reused:
@@ -411,3 +434,12 @@ def write_all(handle: int, address: int, data: Any) -> None:
     while left:
         written = os.pwrite(handle, left, address)
         left, address = left[written:], address + written
+
+
+_LARGE_BYTES = 2**16
+
+
+def begin_to_flush_large(handle: int, address: int, num_bytes: int) -> None:
+    """Let the disk work already, if there is enough to write."""
+    if num_bytes >= _LARGE_BYTES:
+        begin_to_flush(handle, address, num_bytes)

@@ -179,7 +179,7 @@ def test_h5py_may_end_the_file_at_any_byte(strategy, path):
 def test_a_flush_that_fails_after_the_commit(strategy, path, options, monkeypatch):
     with open_writer(strategy, path, options, durable=True) as out:
         append(strategy, out, 3)
-        flushed, calls = os.fsync, []
+        flushed, calls = os.fdatasync, []
 
         def failing(handle):
             calls.append(handle)
@@ -188,10 +188,10 @@ def test_a_flush_that_fails_after_the_commit(strategy, path, options, monkeypatc
             flushed(handle)
 
         if strategy.rank == 0:
-            monkeypatch.setattr(os, "fsync", failing)
+            monkeypatch.setattr(os, "fdatasync", failing)
         with pytest.raises(OSError, match="Input/output error"):
             append(strategy, out, 2)
-        monkeypatch.setattr(os, "fsync", flushed)
+        monkeypatch.setattr(os, "fdatasync", flushed)
         with h5py.File(path, "r") as file:
             assert len(file["x"]) == 3
         strategy.barrier()
