@@ -187,9 +187,12 @@ class Collector:
         rank.is_connected = False
         rank.lost_s = rank.changed_s = time.monotonic()
         others = [each for each in self._ranks.values() if each is not rank]
-        # A launcher ends the others after the first one, and after one that has left by itself.
+        # A launcher ends the others after the first one, and after one that has left by itself. The
+        # news of the two may come in either order, so an exception at the end of one is enough.
         rank.is_first_lost = not any(
-            each.lost_s is not None or (each.left and each.left[0] in ("exit", "abort"))
+            each.lost_s is not None
+            or each.after is not None
+            or (each.left and each.left[0] in ("exit", "abort"))
             for each in others
         )
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mpistrat.testing.launch import run
+from mpistrat.testing.launch import is_open_mpi, run
 
 pytestmark = pytest.mark.launches
 
@@ -197,6 +197,8 @@ IN_CI = ("master_and_workers", "one_computes", "splits", "waits_for_some")
     ],
 )
 def test_a_healthy_program_is_left_alone(name, tmp_path):
+    if name == "partitioned" and is_open_mpi():
+        pytest.skip("Wait never returns on Open MPI 5.0.11, without the watch either")
     program = tmp_path / f"{name}.py"
     program.write_text(START + PROGRAMS[name] + "\nprint('end', comm.rank, flush=True)\n")
     command = ["-n", "3", "--oversubscribe"]
