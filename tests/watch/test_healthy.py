@@ -170,6 +170,15 @@ if comm.rank < 2:
     request.Free()
 comm.Barrier()
 """,
+    "asks_for_the_status_of_requests": """
+value = np.zeros(1)
+requests = [comm.Isend(np.ones(1), (comm.rank + 1) % comm.size), comm.Irecv(value)]
+began = time.monotonic()
+while time.monotonic() < began + 3 or not all(each.Get_status() for each in requests):
+    time.sleep(0.01)
+MPI.Request.Waitall(requests)
+assert MPI.REQUEST_NULL.Get_status()
+""",
     "own_stacks_and_alarms": """
 import faulthandler, signal
 faulthandler.dump_traceback_later(60)
@@ -184,7 +193,13 @@ faulthandler.cancel_dump_traceback_later()
     "aborts": "comm.Barrier()\ncomm.rank == 0 and comm.Abort(5)\ncomm.Barrier()\n",
 }
 SHORT = ("one_is_late", "exits_with_3")
-IN_CI = ("master_and_workers", "one_computes", "splits", "waits_for_some")
+IN_CI = (
+    "asks_for_the_status_of_requests",
+    "master_and_workers",
+    "one_computes",
+    "splits",
+    "waits_for_some",
+)
 
 
 @pytest.mark.parametrize(

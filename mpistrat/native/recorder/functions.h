@@ -86,7 +86,7 @@
     X(Testall, 4, POLL, -1, -1, -1, 0, -1, 1, 2) \
     X(Testany, 5, POLL, -1, -1, -1, 0, 2, 1, 3) \
     X(Testsome, 5, POLL, -1, -1, -1, 0, 3, 1, 2) \
-    X(Request_get_status, 3, POLL, -1, -1, -1, -1, -1, 0, 1) \
+    X(Request_get_status, 3, POLL, -1, -1, -1, -1, -1, -1, 1) \
     X(Win_test, 2, POLL, 0, -1, -1, -1, -1, -1, 1) \
     X(Wait, 2, WAIT, -1, -1, -1, -1, -1, 0, -1) \
     X(Waitall, 3, WAIT, -1, -1, -1, 0, -1, 1, -1) \
