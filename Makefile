@@ -129,8 +129,8 @@ test-devices: $(VENV)/.test  ## run the suites of all devices with the stand-in 
 test-cupy: .venv-cupy/.cupy  ## check names and kernels against the real CuPy, without a GPU
 	.venv-cupy/bin/python -m pytest -q --with-mpi tests/gpu/test_real_cupy.py $(ARGS)
 
-test-keras: $(VENV)/.keras  ## run the tests of Keras, on further numbers of ranks too
-	timeout --kill-after=10 900 $(PY) -m pytest -q -m "launches or campaign" --durations=10 tests/keras tests/programs/jobs/test_keras_job.py $(ARGS)
+test-keras: $(VENV)/.keras  ## run the tests of Keras and of trainers, on further numbers of ranks too
+	timeout --kill-after=10 900 $(PY) -m pytest -q -m "launches or campaign" --durations=10 tests/keras tests/trainers tests/programs/jobs/test_keras_job.py $(ARGS)
 
 test-watch: $(VENV)/.test  ## run hanging and healthy programs under the watch, on further numbers of ranks too
 	timeout --kill-after=10 3000 $(PY) -m pytest -q -m "launches or slow or campaign" --durations=10 tests/watch $(ARGS)
