@@ -166,7 +166,7 @@ $(VENV)/.python:
 	touch $@
 
 # What the installation is made from: the metadata and the compiled kernels.
-SOURCES := pyproject.toml setup.py mpistrat/optimizers/kernels.py $(wildcard mpistrat/native/*.[ch])
+SOURCES := pyproject.toml setup.py mpistrat/optimizers/kernels.py $(wildcard mpistrat/native/*.[ch]) $(wildcard mpistrat/native/recorder/*.[ch])
 
 $(VENV)/.jobs: $(SOURCES) | $(VENV)/.python
 	@echo 'installing .[$(MPI),jobs] into $(VENV)'

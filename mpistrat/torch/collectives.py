@@ -223,7 +223,10 @@ class Operations:
     def allgather(
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
     ) -> GroupWork:
-        """Receive the tensors of all ranks, whose shapes may differ."""
+        """Receive the tensors of all ranks, whose shapes may differ if each rank has one."""
+        if len(inputs) != 1 or len(outputs) != 1:
+            several = functools.partial(_gather_several, outputs=outputs, inputs=inputs)
+            return self.issue("torch.all_gather", several, outputs, opts or c10d.AllgatherOptions())
         (received,), (own,) = outputs, inputs
 
         def body(call: CollectiveCall) -> None:
@@ -375,6 +378,26 @@ def _parts_of_root(
     operands = [source_of(call, each) for each in parts]
     check_list(call, parts, name, own)
     return operands
+
+
+def _gather_several(
+    call: CollectiveCall, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor]
+) -> None:
+    """Receive several tensors of one shape from each rank, in the order of the ranks."""
+    number = call.channel.size * len(inputs)
+    kinds = {described(each) for each in (*inputs, *(each for one in outputs for each in one))}
+    if len(outputs) != len(inputs) or {len(each) for each in outputs} != {number} or len(kinds) > 1:
+        raise ValueError(
+            f"{subject(call)}: for {len(inputs)} tensors per rank it takes as many lists of "
+            f"{number} tensors, all of one dtype and shape, but was given lists of "
+            f"{[len(each) for each in outputs]} tensors, of {sorted(map(str, kinds))}."
+        )
+    own = source_of(call, torch.stack(inputs))
+    lists = [[target_of(call, each) for each in one] for one in outputs]
+    call.agree((len(inputs), described(inputs[0])))
+    (whole,) = gather_flat(call, [own.bytes], [[own.num_bytes] * call.channel.size])
+    for targets in lists:
+        hand_out(whole, targets)
 
 
 def _gather_into(

@@ -36,6 +36,21 @@ def test_conjugated_tensors(rank, size, world):
     dist.barrier()
 
 
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_all_gather_of_several_tensors_per_rank(rank, size, world, number):
+    given = [torch.full((2, 3), float(rank * number + k)) for k in range(number)]
+    outputs = [[torch.empty(2, 3) for _ in range(number * size)] for _ in range(number)]
+    work = world.allgather(outputs, given)
+    work.wait()
+    expected = [torch.full((2, 3), float(k)) for k in range(number * size)]
+    for each in outputs:
+        equal(torch.stack(each), torch.stack(expected))
+    if number > 1:
+        assert work.get_future().value() == outputs
+        with pytest.raises(ValueError, match=f"as many lists of {number * size} tensors"):
+            world.allgather(outputs[:1], given).wait()
+
+
 def test_coalesced(rank, size):
     tensors = [torch.full((3,), float(rank)), torch.tensor(float(rank))]
     dist.all_reduce_coalesced(tensors)
