@@ -91,6 +91,12 @@ class Operations:
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> GroupWork:
         """Reduce `tensors` in place, in as few messages as possible."""
         opts = opts or c10d.AllreduceCoalescedOptions()
+        dtypes = {each.dtype for each in tensors}
+        if len(dtypes) != 1:
+            raise ValueError(
+                "torch.all_reduce_coalesced: expected tensors of one dtype, but was given "
+                f"{', '.join(sorted(map(str, dtypes))) or 'no tensors'}."
+            )
 
         def body(call: CollectiveCall) -> None:
             for each in tensors:
@@ -103,7 +109,7 @@ class Operations:
     def reduce(self, tensors: list[torch.Tensor], opts: Any = None) -> GroupWork:
         """Reduce the tensor to one rank, in place on that rank."""
         opts = opts or c10d.ReduceOptions()
-        (tensor,) = tensors
+        tensor = _only("torch.reduce", tensors, opts.rootTensor)
         how = {"op": opts.reduceOp, "tensor": tensor, "root": opts.rootRank}
         body = functools.partial(tensor_reductions.reduce, **how)
         return self.issue("torch.reduce", body, tensors, opts)
@@ -114,7 +120,9 @@ class Operations:
     ) -> GroupWork:
         """Reduce, for each rank, the tensors that all ranks have for it."""
         opts = opts or c10d.ReduceScatterOptions()
-        how = {"op": opts.reduceOp, "output": outputs[0], "inputs": inputs[0]}
+        kind = "torch.reduce_scatter"
+        output, parts = _only(kind, outputs), _only(kind, inputs)
+        how = {"op": opts.reduceOp, "output": output, "inputs": parts}
         body = functools.partial(tensor_reductions.reduce_scatter, **how)
         return self.issue("torch.reduce_scatter", body, outputs, opts)
 
@@ -148,6 +156,12 @@ class Operations:
     def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> GroupWork:
         """Overwrite the tensors with one tensor of one rank."""
         opts = opts or c10d.BroadcastOptions()
+        if not 0 <= opts.rootTensor < len(tensors) or len(set(map(described, tensors))) > 1:
+            raise ValueError(
+                "torch.broadcast: expected tensors of one dtype and shape, and rootTensor as the "
+                f"number of one of them, but was given {[*map(described, tensors)]} and "
+                f"{opts.rootTensor}."
+            )
         tensor = tensors[opts.rootTensor]
 
         def body(call: CollectiveCall) -> None:
@@ -172,7 +186,8 @@ class Operations:
     ) -> GroupWork:
         """Receive one tensor of the list that one rank has."""
         opts = opts or c10d.ScatterOptions()
-        (output,), parts = outputs, inputs[0] if inputs else []
+        output = _only("torch.scatter", outputs)
+        parts = _only("torch.scatter", inputs) if inputs else []
 
         def body(call: CollectiveCall) -> None:
             root = opts.rootRank
@@ -191,7 +206,8 @@ class Operations:
     ) -> GroupWork:
         """Send the tensor to one rank, which receives the tensors of all ranks."""
         opts = opts or c10d.GatherOptions()
-        (own,), parts = inputs, outputs[0] if outputs else []
+        own = _only("torch.gather", inputs)
+        parts = _only("torch.gather", outputs) if outputs else []
 
         def body(call: CollectiveCall) -> None:
             root = opts.rootRank
@@ -378,6 +394,17 @@ def _parts_of_root(
     operands = [source_of(call, each) for each in parts]
     check_list(call, parts, name, own)
     return operands
+
+
+def _only(kind: str, given: Sequence[Any], number: int = 0) -> Any:
+    """Return the only one of `given`."""
+    if len(given) != 1 or number:
+        root = f" and rootTensor={number}" if number else ""
+        raise ValueError(
+            f"{kind}: expected one tensor per rank, but was given {len(given)}{root}. Call it once "
+            "for each."
+        )
+    return given[0]
 
 
 def _gather_several(

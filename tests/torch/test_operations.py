@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from torch.distributed import distributed_c10d as c10d
 
 from tests.helpers import triangle
 from tests.torch.tensors import equal
@@ -49,6 +50,37 @@ def test_all_gather_of_several_tensors_per_rank(rank, size, world, number):
         assert work.get_future().value() == outputs
         with pytest.raises(ValueError, match=f"as many lists of {number * size} tensors"):
             world.allgather(outputs[:1], given).wait()
+
+
+ONE, WIDE, DOUBLE = torch.zeros(1), torch.zeros(2), torch.zeros(1, dtype=torch.float64)
+
+
+def with_root_tensor(options, number):
+    options.rootTensor = number
+    return options
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda group: group.broadcast([], c10d.BroadcastOptions()),
+        lambda group: group.broadcast([ONE, DOUBLE], c10d.BroadcastOptions()),
+        lambda group: group.broadcast([ONE, WIDE], c10d.BroadcastOptions()),
+        lambda group: group.broadcast([ONE], with_root_tensor(c10d.BroadcastOptions(), 1)),
+        lambda group: group.reduce([ONE, ONE], c10d.ReduceOptions()),
+        lambda group: group.reduce([ONE], with_root_tensor(c10d.ReduceOptions(), 1)),
+        lambda group: group.gather([], [ONE, ONE], c10d.GatherOptions()),
+        lambda group: group.scatter([ONE, ONE], [], c10d.ScatterOptions()),
+        lambda group: group.reduce_scatter([ONE, ONE], [[ONE], [ONE]], c10d.ReduceScatterOptions()),
+        lambda group: group.allreduce_coalesced([], c10d.AllreduceCoalescedOptions()),
+        lambda group: group.allreduce_coalesced([ONE, DOUBLE], c10d.AllreduceCoalescedOptions()),
+        lambda group: group.allreduce([ONE, WIDE], c10d.AllreduceOptions()),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused_on_every_rank(world, call):
+    with pytest.raises(ValueError, match="expected"):
+        call(world).wait()
+    dist.barrier()
 
 
 def test_coalesced(rank, size):
