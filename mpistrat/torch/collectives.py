@@ -91,14 +91,15 @@ class Operations:
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> GroupWork:
         """Reduce `tensors` in place, in as few messages as possible."""
         opts = opts or c10d.AllreduceCoalescedOptions()
-        dtypes = {each.dtype for each in tensors}
-        if len(dtypes) != 1:
-            raise ValueError(
-                "torch.all_reduce_coalesced: expected tensors of one dtype, but was given "
-                f"{', '.join(sorted(map(str, dtypes))) or 'no tensors'}."
-            )
 
         def body(call: CollectiveCall) -> None:
+            dtypes = {each.dtype for each in tensors}
+            if len(dtypes) != 1:
+                raise ValueError(
+                    f"{subject(call)}: expected tensors of one dtype, but was given "
+                    f"{', '.join(sorted(map(str, dtypes))) or 'no tensors'}. Call it once for each "
+                    "dtype."
+                )
             for each in tensors:
                 check_writable(subject(call), each)
             tensor_reductions.all_reduce(call, opts.reduceOp, tensors)
@@ -109,9 +110,11 @@ class Operations:
     def reduce(self, tensors: list[torch.Tensor], opts: Any = None) -> GroupWork:
         """Reduce the tensor to one rank, in place on that rank."""
         opts = opts or c10d.ReduceOptions()
-        tensor = _only("torch.reduce", tensors, opts.rootTensor)
-        how = {"op": opts.reduceOp, "tensor": tensor, "root": opts.rootRank}
-        body = functools.partial(tensor_reductions.reduce, **how)
+
+        def body(call: CollectiveCall) -> None:
+            tensor = _only(call, tensors, opts.rootTensor)
+            tensor_reductions.reduce(call, opts.reduceOp, tensor, opts.rootRank)
+
         return self.issue("torch.reduce", body, tensors, opts)
 
     @overloaded
@@ -120,10 +123,11 @@ class Operations:
     ) -> GroupWork:
         """Reduce, for each rank, the tensors that all ranks have for it."""
         opts = opts or c10d.ReduceScatterOptions()
-        kind = "torch.reduce_scatter"
-        output, parts = _only(kind, outputs), _only(kind, inputs)
-        how = {"op": opts.reduceOp, "output": output, "inputs": parts}
-        body = functools.partial(tensor_reductions.reduce_scatter, **how)
+
+        def body(call: CollectiveCall) -> None:
+            output, parts = _only(call, outputs), _only(call, inputs)
+            tensor_reductions.reduce_scatter(call, opts.reduceOp, output, parts)
+
         return self.issue("torch.reduce_scatter", body, outputs, opts)
 
     def reduce_scatter_single(
@@ -156,16 +160,16 @@ class Operations:
     def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> GroupWork:
         """Overwrite the tensors with one tensor of one rank."""
         opts = opts or c10d.BroadcastOptions()
-        if not 0 <= opts.rootTensor < len(tensors) or len(set(map(described, tensors))) > 1:
-            raise ValueError(
-                "torch.broadcast: expected tensors of one dtype and shape, and rootTensor as the "
-                f"number of one of them, but was given {[*map(described, tensors)]} and "
-                f"{opts.rootTensor}."
-            )
-        tensor = tensors[opts.rootTensor]
 
         def body(call: CollectiveCall) -> None:
             root = opts.rootRank
+            if not 0 <= opts.rootTensor < len(tensors) or len(set(map(described, tensors))) > 1:
+                raise ValueError(
+                    f"{subject(call)}: expected tensors of one dtype and shape, and rootTensor as "
+                    f"the number of one of them, but was given {[*map(described, tensors)]} and "
+                    f"{opts.rootTensor}."
+                )
+            tensor = tensors[opts.rootTensor]
             check_root(call, root)
             is_root = call.channel.rank == root
             operand = source_of(call, tensor) if is_root else target_of(call, tensor)
@@ -186,11 +190,10 @@ class Operations:
     ) -> GroupWork:
         """Receive one tensor of the list that one rank has."""
         opts = opts or c10d.ScatterOptions()
-        output = _only("torch.scatter", outputs)
-        parts = _only("torch.scatter", inputs) if inputs else []
 
         def body(call: CollectiveCall) -> None:
-            root = opts.rootRank
+            root, output = opts.rootRank, _only(call, outputs)
+            parts = _only(call, inputs) if inputs else []
             sources = _parts_of_root(call, output, parts, "scatter_list", root)
             target = target_of(call, output)
             call.agree(f"from rank {root}", described(output))
@@ -206,11 +209,12 @@ class Operations:
     ) -> GroupWork:
         """Send the tensor to one rank, which receives the tensors of all ranks."""
         opts = opts or c10d.GatherOptions()
-        own = _only("torch.gather", inputs)
-        parts = _only("torch.gather", outputs) if outputs else []
+        parts = outputs[0] if outputs else []
 
         def body(call: CollectiveCall) -> None:
-            root = opts.rootRank
+            root, own = opts.rootRank, _only(call, inputs)
+            if outputs:
+                _only(call, outputs)
             targets = _parts_of_root(call, own, parts, "gather_list", root)
             for each in parts:
                 check_writable(subject(call), each)
@@ -396,13 +400,13 @@ def _parts_of_root(
     return operands
 
 
-def _only(kind: str, given: Sequence[Any], number: int = 0) -> Any:
+def _only(call: CollectiveCall, given: Sequence[Any], number: int = 0) -> Any:
     """Return the only one of `given`."""
     if len(given) != 1 or number:
         root = f" and rootTensor={number}" if number else ""
         raise ValueError(
-            f"{kind}: expected one tensor per rank, but was given {len(given)}{root}. Call it once "
-            "for each."
+            f"{subject(call)}: expected one tensor per rank, but was given {len(given)}{root}. "
+            "Call it once for each."
         )
     return given[0]
 

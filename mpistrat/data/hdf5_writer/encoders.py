@@ -163,7 +163,7 @@ _LZ4_BLOCK_BYTES = 2**30
 def _encode_lz4(block_bytes: int, memory: Pool, data: Any) -> Any:
     """Return the size of the data and of a block, then each block behind its encoded size.
 
-    The plugin does the same, but in new memory for every chunk, which takes longer than LZ4.
+    The plugin does the same, but allocates memory for each chunk. That takes more time than LZ4.
     """
     source = np.frombuffer(data, np.uint8)
     block_bytes = min(block_bytes or _LZ4_BLOCK_BYTES, len(source))

@@ -129,7 +129,9 @@ def written(
         )
     parts: list[PlacedPart] = []
     boxes: list[Box] | None = []
-    keeps_whole = _is_balanced([sum(reports[rank]["rows"]) for rank in counting])
+    # What all ranks hold is written by the owners of the chunks alone.
+    is_balanced = _is_balanced([sum(reports[rank]["rows"]) for rank in counting])
+    keeps_whole = is_balanced and not leaf.is_shared
     before = 0
     for rank in counting:
         described = zip(reports[rank]["lengths"], reports[rank]["rows"], strict=True)

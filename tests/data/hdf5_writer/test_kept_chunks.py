@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import mpistrat as ms
 from mpistrat.data.hdf5.filters import LZ4, lz4_function, plugin_functions, run_plugin
 from mpistrat.data.hdf5_writer import exchange
+from mpistrat.data.hdf5_writer.chunk_store import ChunkStore
 from mpistrat.data.hdf5_writer.encoders import make_encoder
 from mpistrat.errors import DataError
 
@@ -92,6 +93,19 @@ def test_rows_that_are_missing_are_named(strategy, path):
     with pytest.raises(DataError, match=rf"row {first + 5} of dataset 'x'"):
         out.close()
     assert not path.exists()
+
+
+def test_a_chunk_that_all_ranks_hold_is_written_once(strategy, path, monkeypatch):
+    put, taken = ChunkStore.put, []
+    monkeypatch.setattr(ChunkStore, "put", lambda *each: taken.append(each[2]) or put(*each))
+    with ms.data.HDF5Writer(path, strategy=strategy) as out:
+        out.create_dataset("x", (5,), "f4", chunks=(1,), compression="gzip")
+        for row in range(5):
+            out.write({"x": np.float32(row)}, at=slice(row, row + 1))
+    blocks = [piece.block for piece in taken]
+    assert blocks == [block for block in range(5) if block % strategy.size == strategy.rank]
+    with h5py.File(path) as file:
+        assert file["x"][:].tolist() == [0, 1, 2, 3, 4]
 
 
 def test_two_ranks_do_not_keep_the_same_chunk(strategy, path):
