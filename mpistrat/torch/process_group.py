@@ -25,6 +25,7 @@ from mpistrat.errors import (
 from mpistrat.mpi.world import thread_level
 from mpistrat.strategies.mpi import MPIStrategy
 from mpistrat.system.exit_hooks import Phase, at
+from mpistrat.torch import tensor_futures
 from mpistrat.torch.collectives import Operations
 from mpistrat.torch.launching import (
     Options,
@@ -62,6 +63,7 @@ class Group(Operations, Messages):
         self._collectives = context.collectives_of(self._strategy)
         self._collectives.name_of_close = "torch.destroy_process_group"
         self.set_timeout(timeout)
+        tensor_futures.warm_up()
         self._queue = GroupQueue(f"mpistrat-group-{name}", self._collectives.channel)
         self._name = name
         _open_groups[name] = self

@@ -30,6 +30,15 @@ def done(outputs: list[torch.Tensor]) -> torch.futures.Future[Any]:
     return future
 
 
+@functools.cache
+def warm_up() -> None:
+    """Compile what `once_done` needs: 30 ms, which would fall into the first steps of a program."""
+    begun: torch.futures.Future[Any] = torch.futures.Future()
+    ended = once_done(begun, [])
+    begun.set_result(None)
+    ended.wait()
+
+
 def once_done(
     begun: torch.futures.Future[Any], outputs: list[torch.Tensor]
 ) -> torch.futures.Future[Any]:
