@@ -213,11 +213,15 @@ class ElementMaker:
         num_waiting, most = 0, self._reads_together
         for items, part in groups:
             mine = np.asarray(items)[part]
-            if num_waiting + len(mine) > most or len(waiting) == _MAX_TOGETHER:
+            if num_waiting + len(mine) > most:
                 yield from self._read_together(waiting)
                 waiting, num_waiting = [], 0
             waiting.append(mine)
             num_waiting += len(mine)
+            # The next group is taken only if it will fit: it may have to be decoded first.
+            if num_waiting + len(mine) > most or len(waiting) == _MAX_TOGETHER:
+                yield from self._read_together(waiting)
+                waiting, num_waiting = [], 0
         yield from self._read_together(waiting)
 
     def _read_together(self, parts: Sequence[Block]) -> Iterator[Any]:
