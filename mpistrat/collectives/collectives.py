@@ -116,6 +116,10 @@ class CollectiveCall(Call):
                 collectives.reductions[key] = reduction
         return reduction
 
+    def are_plain(self, values: list[Any]) -> bool:
+        """Return whether all `values` are host arrays that can be sent from their own memory."""
+        return self._collectives.describe(values) is not None
+
     def fast(self, reduction: Reduction, lends: bool = False) -> FastReduction | None:
         """Return the fast path of `reduction` for such calls, if there is compiled code."""
         if native_library() is None:

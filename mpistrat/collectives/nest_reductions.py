@@ -25,10 +25,15 @@ def all_reduce_nest(call: CollectiveCall, op: ReduceOp, nest: Any, detail: str =
     # For a distributed value this reduces the rank's component. `IndexedSlices` are concatenated in
     # rank order; MEAN divides their values by the number of replicas. The ranks must agree on
     # `detail` too.
-    if type(nest) is np.ndarray:  # a short cut for the most frequent case
+    if type(nest) is np.ndarray:  # this and the next two cases are short cuts, for speed alone
         return call.all_reduce(op, [nest], (_LEAF, detail) if detail else _LEAF)[0]
     if type(nest) in (int, float):
         return call.all_reduce(op, [np.asarray(nest)], (_LEAF, detail) if detail else _LEAF)[0][()]
+    kind = type(nest)
+    if (kind is list or kind is tuple) and call.are_plain(arrays := list(nest)):
+        structure = nests.signature_of_flat(kind, len(arrays))
+        reduced = call.all_reduce(op, arrays, (structure, detail) if detail else structure)
+        return reduced if kind is list else tuple(reduced)
     split = _Split(call, op, nest)
     agreed = (split.signature, detail) if detail else split.signature
     reduced = call.all_reduce(op, split.arrays, agreed)

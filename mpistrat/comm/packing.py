@@ -268,12 +268,17 @@ class _Packing:
             cast_into(joined[start:stop].reshape(host.shape), host)
 
     def _small_arrays(self, pack: Pack) -> list[Array]:
+        if len(pack.small) == len(self._arrays):  # as is common
+            return list(self._arrays)
         return [self._arrays[position] for position in pack.small]
 
     def _take_out(self, pack: Pack, joined: np.ndarray, results: list[Array]) -> None:
         """Copy the small results out of `joined`, so that none of them keeps the others alive."""
         if pack.is_uncast and self._native is not None:
             parts = self._native.split(joined, self._small_arrays(pack))
+            if len(parts) == len(results):
+                results[:] = parts
+                return
             for position, part in zip(pack.small, parts, strict=True):
                 results[position] = part
             return
