@@ -285,7 +285,7 @@ class StepSequence:
     def __init__(
         self, rank: int, half: int, lines: list[int], arena: int = 0, arena_bytes: int = 0
     ) -> None:
-        head = [len(lines), rank, 0, half, arena, arena_bytes, _BUSY_NS, True]
+        head = [len(lines), rank, 0, half, arena, arena_bytes, _BUSY_NS, True, 0, 0]
         self._structure = np.array([*head, *lines], np.int64)
         self._has_left = ctypes.c_int64.from_address(lines[rank] + _HAS_LEFT)
         self.pointer: int = self._structure.ctypes.data

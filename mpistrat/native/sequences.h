@@ -12,6 +12,7 @@ struct sequence {
     int64_t arena, arena_bytes;   /* memory of each rank for results: offset from its line, length */
     int64_t patience_ns;          /* how long a wait polls the other ranks before it sleeps */
     int64_t keeps_core;           /* whether it keeps the core until then */
+    int64_t num_slow, num_past;   /* slow copies in a row, and how many will go past the caches */
     char *line[];                 /* per rank: counter and goal, halves from LINE_HEAD on */
 };
 
