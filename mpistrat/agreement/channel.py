@@ -193,9 +193,9 @@ class Channel:
             return Outcome.MIXED
         return Outcome.ALL_CALL if largest == Status.CALL else Outcome.ALL_REFUSE
 
-    def all_come(self) -> bool:
-        """Announce that this rank reaches its next collective; return whether all do."""
-        return self.closed is None and self._round.expect(self.ledger.sequence + 1)
+    def all_come(self, limit_ns: int) -> bool:
+        """Announce that this rank reaches its next collective; return whether all do in time."""
+        return self.closed is None and self._round.expect(limit_ns, self.ledger.sequence + 1)
 
     def all_ended_well(self) -> bool:
         """Return whether every rank contributed its end, with digest 0, to the round."""

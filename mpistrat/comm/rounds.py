@@ -38,9 +38,6 @@ _LONG_S = 0.01
 """How long a wait over MPI keeps the core: MPI cannot wake a sleeping rank."""
 _REST_S = 0.0002
 
-_LOOK_NS = 50_000
-"""How long a rank with other work waits for the other ranks: a thread switch takes longer."""
-
 _ROOM_OF_ALL = 2**15
 """Bytes of all ranks together. Every rank reads all of them: larger arrays are faster in slices."""
 
@@ -90,7 +87,7 @@ class MpiRound:
         else:
             time.sleep(_REST_S)
 
-    def expect(self, number: int) -> bool:
+    def expect(self, limit_ns: int, number: int) -> bool:
         """Return False: MPI cannot tell before the round."""
         return False
 
@@ -216,7 +213,7 @@ class SharedRound:
         self.start = functools.partial(library.round_start, pointer, send)
         self.done = functools.partial(library.round_done, pointer, receive, 1)
         self._rest = functools.partial(library.round_rest, pointer, receive)
-        self.expect = functools.partial(library.round_expect, pointer, _LOOK_NS)
+        self.expect = functools.partial(library.round_expect, pointer)
         # After this, a rank that arrives later does not find all ranks there: it waits, and learns
         # why.
         self.withdraw = functools.partial(library.reduce_withdraw, pointer)

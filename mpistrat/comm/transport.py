@@ -85,8 +85,11 @@ class Round(Protocol):
         """Leave the core to others for a moment, in a wait that has lasted `waited_s`."""
 
     @property
-    def expect(self) -> Callable[[int], bool]:
-        """Announces that this rank reaches collective N, and returns whether all others do."""
+    def expect(self) -> Callable[[int, int], bool]:
+        """Announces that this rank reaches collective N, and returns whether all others do.
+
+        Takes the nanoseconds that it may wait for them, and N.
+        """
 
 
 class Piggyback(Round, Protocol):
@@ -298,7 +301,7 @@ class SoloRound:
     def rest(self, waited_s: float) -> None:
         """Do nothing: no rank waits."""
 
-    def expect(self, number: int) -> bool:
+    def expect(self, limit_ns: int, number: int) -> bool:
         """Return True: no other rank is missing."""
         return True
 

@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import FrameType
 from typing import Any
@@ -18,13 +18,19 @@ import torch.distributed as dist
 
 from mpistrat.agreement.channel import Channel
 from mpistrat.errors import CollectiveTimeoutError
+from mpistrat.mpi.launcher import cores_of_rank
 from mpistrat.system.callsite import Place, format_place, on_behalf_of
 from mpistrat.torch import tensor_futures
+from mpistrat.torch.tensors import is_on_host
 
 _logger = logging.getLogger("mpistrat")
 
 _SHORT_BYTES = 2**20
 """Up to this size, an operation that all ranks have reached is short enough to wait for."""
+_LOOK_NS = 50_000
+"""How long to wait for the other ranks: a thread switch takes longer."""
+_BYTES_PER_NS = 5
+"""About how many bytes ranks reduce in memory that they share."""
 
 _ENGINE = os.path.join("torch", "autograd", "graph.py")
 
@@ -199,12 +205,20 @@ _late_records: list[Any] = []
 """Events that ended after the profile of which they are part."""
 
 
+def _are_on_host(outputs: Sequence[Any]) -> bool:
+    return all(
+        _are_on_host(each) if isinstance(each, list) else is_on_host(each) for each in outputs
+    )
+
+
 class GroupQueue:
     """The operations of a group, one at a time and in the order in which they were issued.
 
     A synchronous operation runs on the thread that issues it if no operation is ahead of it, and so
-    does a short one that all other ranks have reached. All others run on a thread of the queue. An
-    operation that a callback issues runs at once, because the callback may wait for it.
+    does a short one that all other ranks have reached. If this rank has only one core, so does a
+    long one on the host: the thread of the queue would take the core from the program. All others
+    run on that thread. An operation that a callback issues runs at once, because the callback may
+    wait for it.
 
     Parameters
     ----------
@@ -217,6 +231,7 @@ class GroupQueue:
     def __init__(self, name: str, channel: Channel) -> None:
         self._name = name
         self._channel = channel
+        self._has_spare_core = cores_of_rank() > 1
         self._waiting: deque[GroupWork] = deque()
         self._changed = threading.Condition(threading.Lock())
         self._busy: int | None = None
@@ -234,7 +249,7 @@ class GroupQueue:
         # were queued, the thread would wait for itself.
         if self._is_ending or self._busy == threading.get_ident():
             work.perform()
-        elif (not is_async or self._is_at_hand(num_bytes)) and self._begin():
+        elif (not is_async or self._is_at_hand(work, num_bytes)) and self._begin():
             try:
                 work.perform()
             finally:
@@ -254,9 +269,15 @@ class GroupQueue:
                     self._thread.start()
                 self._changed.notify()
 
-    def _is_at_hand(self, num_bytes: int) -> bool:
+    def _is_at_hand(self, work: GroupWork, num_bytes: int) -> bool:
         """Return whether running an operation here is faster than passing it to the thread."""
-        return num_bytes <= _SHORT_BYTES and self.is_idle() and self._channel.all_come()
+        limit_ns = _LOOK_NS
+        if num_bytes > _SHORT_BYTES:
+            if self._has_spare_core or not _are_on_host(work.outputs):
+                return False
+            # As long as the operation itself takes.
+            limit_ns = num_bytes // _BYTES_PER_NS
+        return self.is_idle() and self._channel.all_come(limit_ns)
 
     def _begin(self) -> bool:
         """Reserve the queue for one operation of this thread, if no operation is ahead of it."""
