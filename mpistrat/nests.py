@@ -139,7 +139,7 @@ def flatten(nest: Any, atoms: tuple[type, ...] = ()) -> tuple[list[Any], Structu
     """Return the leaves of `nest` and its structure; containers of types `atoms` are leaves."""
     if type(nest) in _COMMON_LEAVES:
         return [nest], _LEAF
-    kind = type(nest)
+    kind: Any = type(nest)
     # Optree takes several times as long for this, the most frequent nest.
     if (kind is list or kind is tuple) and not atoms and _COMMON_LEAVES.issuperset(map(type, nest)):
         return list(nest), _flat_structure(kind, len(nest))
@@ -158,9 +158,9 @@ def flatten(nest: Any, atoms: tuple[type, ...] = ()) -> tuple[list[Any], Structu
 
 
 @functools.lru_cache(maxsize=4096)
-def _flat_structure(kind: type[list[int]] | type[tuple[int, ...]], length: int) -> Structure:
+def _flat_structure(kind: Any, length: int) -> Structure:
     """Return the structure of a list or tuple that holds only leaves."""
-    nest = kind(range(length))
+    nest: Any = kind(range(length))
     return optree.tree_structure(nest, none_is_leaf=True, namespace=_NAMESPACE)
 
 
@@ -216,7 +216,7 @@ def signature(structure: Structure) -> str:
 
 
 @functools.lru_cache(maxsize=4096)
-def signature_of_flat(kind: type[list[int]] | type[tuple[int, ...]], length: int) -> str:
+def signature_of_flat(kind: Any, length: int) -> str:
     """Return the `signature` of a list or tuple that holds only leaves."""
     return signature(_flat_structure(kind, length))
 

@@ -1,8 +1,10 @@
 """What tests of several folders use."""
 
 import collections
+import contextlib
 import functools
 import gc
+import os
 import threading
 
 import numpy as np
@@ -65,6 +67,19 @@ def result_of(strategy, fn):
     results = []
     strategy.run(lambda: results.append(fn()))
     return results[0]
+
+
+@contextlib.contextmanager
+def as_nobody():
+    """Be a user whom permissions bind: root may read everything."""
+    is_root = os.geteuid() == 0
+    if is_root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if is_root:
+            os.seteuid(0)
 
 
 class Holder:

@@ -1,8 +1,10 @@
 import collections
 import dataclasses
 import enum
+import operator
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -45,6 +47,20 @@ def test_dicts_match_by_key():
     assert nests.flatten(first)[1] == nests.flatten(second)[1]
     assert nests.flatten(second)[0] == [3, 4]
     assert list(nests.map_nest(str, second)) == ["b", "a"]
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_flat_nests_have_the_structures_that_optree_finds(kind):
+    arrays = kind([np.ones(2), np.zeros(3), None, 4])
+    leaves, structure = nests.flatten(arrays)
+    assert all(map(operator.is_, leaves, arrays))
+    # Within a dict optree takes the list apart.
+    assert nests.flatten({"a": arrays})[1].child(0) == structure
+    assert nests.signature(structure) == nests.signature_of_flat(kind, 4)
+    assert type(nests.unflatten(structure, leaves)) is kind
+    (leaf,), _ = nests.flatten(arrays, atoms=(kind,))
+    assert leaf is arrays
+    assert nests.flatten(kind())[0] == []
 
 
 def test_structures_of_one_dataclass_are_equal_and_keep_no_values():

@@ -29,7 +29,7 @@ def all_reduce_nest(call: CollectiveCall, op: ReduceOp, nest: Any, detail: str =
         return call.all_reduce(op, [nest], (_LEAF, detail) if detail else _LEAF)[0]
     if type(nest) in (int, float):
         return call.all_reduce(op, [np.asarray(nest)], (_LEAF, detail) if detail else _LEAF)[0][()]
-    kind = type(nest)
+    kind: Any = type(nest)
     if (kind is list or kind is tuple) and call.are_plain(arrays := list(nest)):
         structure = nests.signature_of_flat(kind, len(arrays))
         reduced = call.all_reduce(op, arrays, (structure, detail) if detail else structure)

@@ -269,8 +269,9 @@ _HAS_LEFT = 24
 """Bytes from the start of a rank's line to the flag that it no longer waits for others."""
 _LINE_HEAD = 128
 """Bytes from the start of a rank's line to its halves."""
-_STEP, _PATIENCE, _KEEPS_CORE = 2, 6, 7
-"""Offsets in the C structure: the number of steps, and how a wait uses the core."""
+_STEP, _PATIENCE, _KEEPS_CORE, _NUM_PAST = 2, 6, 7, 9
+"""Offsets in the C structure: the number of steps, how a wait uses the core, and how many copies
+will go past the caches."""
 _BUSY_NS, _SHARED_NS = 50_000, 10_000
 """How long a wait keeps its own core, and a shared core. Waking a thread takes 5 to 50 us."""
 
@@ -307,6 +308,10 @@ class StepSequence:
         # A wait that ends because a different rank has left sets the flag in its own line too.
         if self._has_left.value:
             raise WaitLeft
+
+    def copy_past_caches(self, num_copies: int) -> None:
+        """Let the next `num_copies` go past the caches, as if copies had turned out slow."""
+        self._structure[_NUM_PAST] = num_copies
 
     def wait_busily(self, is_busy: bool) -> None:
         """Set whether waits keep the core until they are long, or only while they are short."""

@@ -11,17 +11,7 @@ import pytest
 import mpistrat as ms
 from mpistrat.checkpoint import marks
 from tests.devices import array_equal
-
-
-class Box:
-    def __init__(self, state):
-        self.state = state
-
-    def state_dict(self):
-        return self.state
-
-    def load_state_dict(self, state):
-        self.state = state
+from tests.helpers import Holder
 
 
 class Color(enum.IntEnum):
@@ -101,12 +91,12 @@ def same(a, b):
 def test_they_come_back(strategy, mpi_tmp_path, name):
     state = KEPT[name]
     with strategy.scope():
-        path = ms.Checkpoint(box=Box(state)).write(mpi_tmp_path / "state.h5")
-        found = Box(state)
+        path = ms.Checkpoint(box=Holder(state)).write(mpi_tmp_path / "state.h5")
+        found = Holder(state)
         ms.Checkpoint(box=found).restore(path).assert_consumed()
         assert found.state is not state
         assert same(found.state, state), found.state
-        again = Box(found.state)
+        again = Holder(found.state)
         ms.Checkpoint(box=again).write(path)
         ms.Checkpoint(box=again).restore(path)
         assert same(again.state, state), again.state
@@ -116,15 +106,15 @@ def test_they_come_back(strategy, mpi_tmp_path, name):
 def test_they_are_refused(strategy, mpi_tmp_path, name):
     value, words = REFUSED[name]
     with strategy.scope(), pytest.raises(TypeError, match=words.replace("()", r"\(\)")):
-        ms.Checkpoint(box=Box({"v": value})).write(mpi_tmp_path / "state.h5")
+        ms.Checkpoint(box=Holder({"v": value})).write(mpi_tmp_path / "state.h5")
 
 
 def test_state_of_each_replica(strategy, rank, mpi_tmp_path):
     state = {"p": Point(rank, np.float64(rank)), "of": {rank: (np.int32(rank),)}}
     with strategy.scope():
-        own = ms.PerReplicaState(Box(state))
+        own = ms.PerReplicaState(Holder(state))
         path = ms.Checkpoint(own=own).write(mpi_tmp_path / "state.h5")
-        found = Box(state)
+        found = Holder(state)
         ms.Checkpoint(own=ms.PerReplicaState(found)).restore(path)
     assert found.state is not state
     assert same(found.state, state), found.state
@@ -133,10 +123,10 @@ def test_state_of_each_replica(strategy, rank, mpi_tmp_path):
 def test_a_class_that_is_not_there(strategy, mpi_tmp_path, monkeypatch):
     state = {"p": Point(1, 2), "c": Color.RED}
     with strategy.scope():
-        path = ms.Checkpoint(box=Box(state)).write(mpi_tmp_path / "state.h5")
+        path = ms.Checkpoint(box=Holder(state)).write(mpi_tmp_path / "state.h5")
         for name in ("Point", "Color"):
             monkeypatch.delattr(sys.modules[__name__], name)
-        found = Box(None)
+        found = Holder(None)
         with pytest.warns(UserWarning, match="not imported") as caught:
             ms.Checkpoint(box=found).restore(path)
     # A strategy that another test has left may be collected here, with a warning of its own.

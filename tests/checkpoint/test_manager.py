@@ -1,4 +1,3 @@
-import contextlib
 import os
 import socket
 import subprocess
@@ -12,6 +11,7 @@ import pytest
 
 import mpistrat as ms
 from mpistrat import hdf5
+from tests.helpers import as_nobody
 
 
 @pytest.fixture
@@ -266,19 +266,6 @@ def test_the_file_that_was_restored_outlives_damaged_newer_ones(make, weight):
     assert restored == first.checkpoints[0]
     again.save(4)
     assert sorted(os.listdir(again.directory)) == ["checkpoint-1.h5", "checkpoint-4.h5"]
-
-
-@contextlib.contextmanager
-def as_nobody():
-    """Be a user whom permissions bind: root may read everything."""
-    is_root = os.geteuid() == 0
-    if is_root:
-        os.seteuid(65534)
-    try:
-        yield
-    finally:
-        if is_root:
-            os.seteuid(0)
 
 
 @pytest.fixture

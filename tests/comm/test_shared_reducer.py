@@ -128,6 +128,28 @@ def test_floats_have_the_same_bits_on_all_ranks(strategy, rank, size):
                 assert digests == [digests[0]] * size
 
 
+@pytest.mark.parametrize("who", ["all ranks", "rank 0"])
+def test_copies_past_the_caches_have_the_same_bits(strategy, rank, size, who):
+    node = strategy.extended._collectives.channel.transport.node
+    if node is None:
+        pytest.skip("no ranks share memory")
+    row = np.random.default_rng(rank).normal(size=2**20).astype("f4")
+
+    def reduce(length):
+        return result_of(
+            strategy, lambda: ms.get_replica_context().all_reduce("sum", row[:length], SHARED)
+        )
+
+    for length in (1_000, 4_097, 8_192, 100_003, 2**17, 2**20):
+        usual = digest([reduce(length)])
+        if rank == 0 or who == "all ranks":
+            node.copy_past_caches(1000)
+        past = digest([reduce(length)])
+        node.copy_past_caches(0)
+        found = strategy.extended._collectives.gather_json([usual, past])
+        assert found == [[usual] * 2] * size
+
+
 @pytest.mark.fast
 def test_memory_is_shared_where_it_can_be(strategy, size):
     from mpistrat.native import native_library

@@ -10,6 +10,7 @@ import pytest
 import mpistrat as ms
 from mpistrat.data.hdf5 import locate
 from mpistrat.errors import DataError
+from tests.helpers import as_nobody
 
 NUM = 37
 
@@ -239,19 +240,6 @@ def test_ranks_that_saw_other_lengths_agree(strategy, rank, size, mpi_tmp_path, 
         parts = [batch[0] if is_zipped else batch for batch in batches]
         found = [strategy.gather(part, axis=0)[:, 0] for part in parts]
         assert sorted(np.concatenate(found)) == list(range(expected))
-
-
-@contextlib.contextmanager
-def as_nobody():
-    """Be a user whom permissions bind: root may read everything."""
-    is_root = os.geteuid() == 0
-    if is_root:
-        os.seteuid(65534)
-    try:
-        yield
-    finally:
-        if is_root:
-            os.seteuid(0)
 
 
 @pytest.mark.parametrize("field", ["trials", "data/demo_*/x"])

@@ -30,6 +30,7 @@ import mpistrat as ms
 import mpistrat.torch as mst
 from mpistrat.checkpoint.reader import open_checkpoint
 from mpistrat.testing import launch
+from tests.torch.test_states import TENSORS as DENSE
 
 pytestmark = [
     pytest.mark.usefixtures("world"),
@@ -144,21 +145,8 @@ def test_a_wrapped_module_is_saved_without_its_wrapper(path):
     equal(dict(saved.state_dict()), whole(dict(loaded[0].state_dict())))
 
 
-BASE = torch.arange(24.0).reshape(4, 6)
 TENSORS = {
-    "scalar": torch.tensor(3.5),
-    "empty": torch.empty(0, 3),
-    "strided": BASE[::2, 1::3],
-    "transposed": BASE.T,
-    "conjugated": torch.tensor([1 + 2j, 3j]).conj(),
-    "needs gradient": torch.ones(2, requires_grad=True),
-    "bool": torch.tensor([True, False]),
-    "uint64": torch.tensor([2**63 + 1], dtype=torch.uint64),
-    "complex128": torch.tensor([1j], dtype=torch.complex128),
-    "float16": torch.tensor([1.5], dtype=torch.float16),
-    "bfloat16": torch.tensor([[1.5, -3e38]], dtype=torch.bfloat16).T,
-    "scalar bfloat16": torch.tensor(2.5, dtype=torch.bfloat16),
-    "empty bfloat16": torch.empty(0, dtype=torch.bfloat16),
+    **DENSE,
     "large": torch.arange(300_000, dtype=torch.float64).reshape(3, 4, -1).permute(2, 0, 1),
 }
 

@@ -120,7 +120,7 @@ TENSORS = {
     "strided": BASE[::2, 1::3],
     "transposed": BASE.T,
     "expanded": torch.ones(1).expand(5),
-    "channels last": torch.rand(2, 3, 4, 4).to(memory_format=torch.channels_last),
+    "channels last": torch.arange(96.0).view(2, 3, 4, 4).to(memory_format=torch.channels_last),
     "conjugated": torch.tensor([1 + 2j, 3j]).conj(),
     "negated": torch.tensor([1 + 2j, 3j]).conj().imag,
     "needs gradient": torch.ones(2, requires_grad=True),

@@ -25,17 +25,24 @@ def group(world):
     dist.destroy_process_group(made)
 
 
-def test_alone_short_operations_need_no_thread(group, size):
+@pytest.fixture(params=[True, False], ids=["a core to spare", "one core"])
+def has_spare_core(request, monkeypatch, group):
+    monkeypatch.setattr(group._queue, "_has_spare_core", request.param)
+    return request.param
+
+
+def test_alone_the_thread_is_for_long_operations_on_a_core_to_spare(group, size, has_spare_core):
     if size > 1:
         pytest.skip("for one rank")
     work = dist.all_reduce(torch.ones(SHORT), group=group, async_op=True)
     assert work.is_completed()
     assert thread_of(group) is None
     dist.all_reduce(torch.ones(LONG), group=group, async_op=True).wait()
-    assert thread_of(group) is not None
+    assert (thread_of(group) is not None) is has_spare_core
 
 
 @pytest.mark.parametrize("length", [SHORT, LONG])
+@pytest.mark.usefixtures("has_spare_core")
 def test_whoever_comes_first_is_not_kept_waiting(group, rank, size, length):
     if size == 1:
         pytest.skip("needs ranks that come later")

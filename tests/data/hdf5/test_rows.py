@@ -16,6 +16,7 @@ from mpistrat.data import Dataset
 from mpistrat.data.hdf5 import chunk_cache
 from mpistrat.data.hdf5.catalog import read_catalog
 from mpistrat.data.hdf5.open_files import OpenFiles
+from mpistrat.data.hdf5.row_reader import Hdf5Reader
 from mpistrat.data.hdf5.rows import is_placed
 from mpistrat.data.hdf5.source import Hdf5Source
 from mpistrat.data.random import PassStream
@@ -301,6 +302,23 @@ def test_small_batches_that_are_read_together_are_batches_of_their_own(tmp_path,
                 for x, label in batch:  # what a program writes to one batch is in no other
                     x[...] = -1
                     label[...] = -1
+
+
+def test_a_large_batch_does_not_wait_for_the_next_one_to_be_announced(tmp_path, monkeypatch):
+    with h5py.File(tmp_path / "data.h5", "w") as file:
+        file.create_dataset("x", data=np.zeros((4096, 512)), chunks=(64, 512), compression="gzip")
+    announced = []
+
+    def expect(self, numbers, expect=Hdf5Reader.expect):
+        announced.append(len(numbers))
+        expect(self, numbers)
+
+    monkeypatch.setattr(Hdf5Reader, "expect", expect)
+    batches = iter(Dataset.from_hdf5(tmp_path / "data.h5", "x").batch(1024))
+    next(batches)
+    assert announced == [1024]
+    assert sum(len(each) for each in batches) == 3 * 1024
+    assert sum(announced) == 4096
 
 
 def test_an_error_in_small_batches_comes_with_its_batch(tmp_path):
