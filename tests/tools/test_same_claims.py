@@ -96,10 +96,7 @@ def test_the_page_for_mpi4py_has_the_ratios_of_the_page_on_reductions():
         "with Open MPI"
     )
     assert sentence in " ".join(page("docs/coming-from/mpi4py.md").split())
-    with_mpich, with_open_mpi = zip(*(table[size] for size in list(table)[2:]), strict=True)
-    assert min(with_mpich) > 1
-    assert round(1 / with_open_mpi[0]) == 2
-    assert min(with_open_mpi[1:]) > 0.9
+    assert min(min(row) for size, row in table.items() if size.endswith("MiB")) > 0.9
 
 
 def test_the_pages_count_the_layers_of_the_package():
