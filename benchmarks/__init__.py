@@ -14,6 +14,7 @@ from benchmarks import (
     overlap,
     process_groups,
     replicas,
+    state_dicts,
     step,
     storage,
 )
@@ -34,6 +35,7 @@ BENCHMARKS = dict(
                     overlap.BENCHMARK,
                     process_groups.BENCHMARK,
                     replicas.BENCHMARK,
+                    state_dicts.BENCHMARK,
                     step.BENCHMARK,
                     storage.BENCHMARK,
                 )
