@@ -34,6 +34,8 @@ Structure = optree.PyTreeSpec
 _COMMON_LEAVES = {np.ndarray, float, int, bool, type(None), np.float32, np.float64, np.int64}
 """Types of nests that are known to be a single leaf."""
 _LEAF = optree.treespec_leaf(none_is_leaf=True, namespace=_NAMESPACE)
+_MOST_FLAT = 2048
+"""The longest list whose structure is kept: it takes 72 bytes for each leaf."""
 
 
 def leaf_type(cls: type[_T]) -> type[_T]:
@@ -139,10 +141,9 @@ def flatten(nest: Any, atoms: tuple[type, ...] = ()) -> tuple[list[Any], Structu
     """Return the leaves of `nest` and its structure; containers of types `atoms` are leaves."""
     if type(nest) in _COMMON_LEAVES:
         return [nest], _LEAF
-    kind: Any = type(nest)
     # Optree takes several times as long for this, the most frequent nest.
-    if (kind is list or kind is tuple) and not atoms and _COMMON_LEAVES.issuperset(map(type, nest)):
-        return list(nest), _flat_structure(kind, len(nest))
+    if may_be_flat(nest) and not atoms and _COMMON_LEAVES.issuperset(map(type, nest)):
+        return list(nest), _flat_structure(type(nest) is list, len(nest))
 
     is_leaf = None if not atoms else lambda node: isinstance(node, atoms)
     # Registering one class may reveal further ones inside it.
@@ -157,10 +158,16 @@ def flatten(nest: Any, atoms: tuple[type, ...] = ()) -> tuple[list[Any], Structu
             return leaves, structure
 
 
-@functools.lru_cache(maxsize=4096)
-def _flat_structure(kind: Any, length: int) -> Structure:
+def may_be_flat(nest: Any) -> bool:
+    """Return whether `nest` is a list or a tuple, not too long for `signature_of_flat`."""
+    kind = type(nest)
+    return (kind is list or kind is tuple) and len(nest) <= _MOST_FLAT
+
+
+@functools.lru_cache(maxsize=128)
+def _flat_structure(is_list: bool, length: int) -> Structure:
     """Return the structure of a list or tuple that holds only leaves."""
-    nest: Any = kind(range(length))
+    nest: Any = (list if is_list else tuple)(range(length))
     return optree.tree_structure(nest, none_is_leaf=True, namespace=_NAMESPACE)
 
 
@@ -215,10 +222,10 @@ def signature(structure: Structure) -> str:
     return f"{'' if kind is dict else kind.__qualname__}{{{inside}}}"
 
 
-@functools.lru_cache(maxsize=4096)
-def signature_of_flat(kind: Any, length: int) -> str:
+@functools.lru_cache(maxsize=128)
+def signature_of_flat(is_list: bool, length: int) -> str:
     """Return the `signature` of a list or tuple that holds only leaves."""
-    return signature(_flat_structure(kind, length))
+    return signature(_flat_structure(is_list, length))
 
 
 def _format_key(key: Any) -> str:

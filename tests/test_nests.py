@@ -56,11 +56,19 @@ def test_flat_nests_have_the_structures_that_optree_finds(kind):
     assert all(map(operator.is_, leaves, arrays))
     # Within a dict optree takes the list apart.
     assert nests.flatten({"a": arrays})[1].child(0) == structure
-    assert nests.signature(structure) == nests.signature_of_flat(kind, 4)
+    assert nests.signature(structure) == nests.signature_of_flat(kind is list, 4)
     assert type(nests.unflatten(structure, leaves)) is kind
     (leaf,), _ = nests.flatten(arrays, atoms=(kind,))
     assert leaf is arrays
     assert nests.flatten(kind())[0] == []
+
+
+def test_structures_of_long_lists_are_not_kept():
+    kept = nests._flat_structure.cache_info().currsize
+    for length in range(10_000, 10_100):
+        leaves, structure = nests.flatten([0.5] * length)
+        assert len(leaves) == structure.num_leaves == length
+    assert nests._flat_structure.cache_info().currsize == kept
 
 
 def test_structures_of_one_dataclass_are_equal_and_keep_no_values():

@@ -29,11 +29,11 @@ def all_reduce_nest(call: CollectiveCall, op: ReduceOp, nest: Any, detail: str =
         return call.all_reduce(op, [nest], (_LEAF, detail) if detail else _LEAF)[0]
     if type(nest) in (int, float):
         return call.all_reduce(op, [np.asarray(nest)], (_LEAF, detail) if detail else _LEAF)[0][()]
-    kind: Any = type(nest)
-    if (kind is list or kind is tuple) and call.are_plain(arrays := list(nest)):
-        structure = nests.signature_of_flat(kind, len(arrays))
+    if nests.may_be_flat(nest) and call.are_plain(arrays := list(nest)):
+        is_list = type(nest) is list
+        structure = nests.signature_of_flat(is_list, len(arrays))
         reduced = call.all_reduce(op, arrays, (structure, detail) if detail else structure)
-        return reduced if kind is list else tuple(reduced)
+        return reduced if is_list else tuple(reduced)
     split = _Split(call, op, nest)
     agreed = (split.signature, detail) if detail else split.signature
     reduced = call.all_reduce(op, split.arrays, agreed)

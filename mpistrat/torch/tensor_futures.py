@@ -33,23 +33,28 @@ def done(outputs: list[torch.Tensor]) -> torch.futures.Future[Any]:
 @functools.cache
 def warm_up() -> None:
     """Compile what `once_done` needs: 30 ms, which would fall into the first steps of a program."""
+    # Without its `fork`, which starts threads of torch: after that a program cannot set their
+    # number, and a process forked from it waits forever in its own `torch.jit.fork`.
     begun: torch.futures.Future[Any] = torch.futures.Future()
-    ended = once_done(begun, [])
     begun.set_result(None)
-    ended.wait()
+    _compiled("ended")(begun, [])
 
 
 def once_done(
     begun: torch.futures.Future[Any], outputs: list[torch.Tensor]
 ) -> torch.futures.Future[Any]:
     """Return a future that completes or fails with `begun`."""
-    future: torch.futures.Future[Any] = _compiled()(begun, outputs)
+    future: torch.futures.Future[Any] = _compiled("once_done")(begun, outputs)
     return future
 
 
+def _compiled(name: str) -> Callable[..., Any]:
+    found: Callable[..., Any] = _unit().find_function(name)
+    return found
+
+
 @functools.cache
-def _compiled() -> Callable[..., Any]:
+def _unit() -> Any:
     unit = torch._C.CompilationUnit()
     unit.define(_SCRIPT, torch._jit_internal.createResolutionCallbackFromFrame(0))
-    found: Callable[..., Any] = unit.find_function("once_done")
-    return found
+    return unit

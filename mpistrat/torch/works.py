@@ -31,6 +31,7 @@ _LOOK_NS = 50_000
 """How long to wait for the other ranks: a thread switch takes longer."""
 _BYTES_PER_NS = 5
 """About how many bytes ranks reduce in memory that they share."""
+_LONGEST_LOOK_NS = 10_000_000
 
 _ENGINE = os.path.join("torch", "autograd", "graph.py")
 
@@ -276,7 +277,7 @@ class GroupQueue:
             if self._has_spare_core or not _are_on_host(work.outputs):
                 return False
             # As long as the operation itself takes.
-            limit_ns = num_bytes // _BYTES_PER_NS
+            limit_ns = min(num_bytes // _BYTES_PER_NS, _LONGEST_LOOK_NS)
         return self.is_idle() and self._channel.all_come(limit_ns)
 
     def _begin(self) -> bool:

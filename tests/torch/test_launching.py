@@ -106,6 +106,25 @@ else:
     assert run(tmp_path, text).returncode == 0
 
 
+def test_init_starts_none_of_torchs_threads(tmp_path):
+    """A child would wait for them forever, and their number could not be set any more."""
+    text = (
+        INIT
+        + """
+mst.init()
+torch.set_num_interop_threads(2)
+if os.fork() == 0:
+    def double(x):
+        return torch.jit.wait(torch.jit.fork(torch.neg, x))
+    os._exit(int(torch.jit.script(double)(torch.ones(2)).sum().item() != -2))
+assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
+dist.destroy_process_group()
+"""
+    )
+    result = run(tmp_path, text)
+    assert result.returncode == 0, result.stderr
+
+
 def test_the_time_limit_is_a_number_or_a_timedelta(tmp_path):
     text = (
         INIT
