@@ -34,7 +34,7 @@ def done(outputs: list[torch.Tensor]) -> torch.futures.Future[Any]:
 def warm_up() -> None:
     """Compile what `once_done` needs: 30 ms, which would fall into the first steps of a program."""
     # Without its `fork`, which starts threads of torch: after that a program cannot set their
-    # number, and a process forked from it waits forever in its own `torch.jit.fork`.
+    # number, and a process forked from it waits forever for its own forks.
     begun: torch.futures.Future[Any] = torch.futures.Future()
     begun.set_result(None)
     _compiled("ended")(begun, [])
