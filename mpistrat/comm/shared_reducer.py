@@ -243,10 +243,6 @@ class SharedMemoryReducer:
         copied_out = 2 * (num_bytes - slice_bytes)
         return copied_in + num_bytes + 2 * slice_bytes + copied_out
 
-    def copy_past_caches(self, num_copies: int) -> None:
-        """Do `StepSequence.copy_past_caches` for reductions."""
-        self._memory.reductions.copy_past_caches(num_copies)
-
     def drain(self) -> None:
         """Wait until the thread is idle."""
         with self._occupancy:

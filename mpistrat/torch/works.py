@@ -32,6 +32,7 @@ _LOOK_NS = 50_000
 _BYTES_PER_NS = 5
 """About how many bytes ranks reduce in memory that they share."""
 _LONGEST_LOOK_NS = 10_000_000
+"""A program is not kept from computing any longer than this by a rank that is late."""
 
 _ENGINE = os.path.join("torch", "autograd", "graph.py")
 
