@@ -23,7 +23,7 @@ from mpistrat.mpi.mpiexec import Mpiexec, family_of, find_mpiexec, srun, srun_va
 from mpistrat.mpi.survival import FLAG
 from mpistrat.settings import environment
 from mpistrat.system.cpu import num_cores
-from mpistrat.system.processes import descendants, prctl, send_signal
+from mpistrat.system.processes import descendants, prctl, remove_session_folder, send_signal
 from mpistrat.system.text import counted
 
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -382,6 +382,7 @@ def wait_for_job(job: Job, note_end: Callable[[signal.Signals], object] = bool) 
                 send_signal(signal.SIGTERM if is_for_mpiexec else sign, [process.pid])
         if process.returncode:
             _end_orphans(job)
+        remove_session_folder(process.pid)
     # If mpiexec is interrupted while its ranks end, it may return 0.
     code = process.returncode or (128 + ended_by if ended_by else 0)
     return (128 - code if code < 0 else code), num_asked > 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -82,6 +83,7 @@ class Program:
     def wait(self, limit_s: float | None) -> int:
         """Wait for the end of the program itself, and return its exit code."""
         code = self.process.wait(limit_s)
+        remove_session_folder(self.process.pid)
         self._close()
         return code
 
@@ -120,6 +122,13 @@ def send_signal(sign: signal.Signals, pids: Sequence[int]) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, sign)
+
+
+def remove_session_folder(pid: int) -> None:
+    """Remove the folder of an Open MPI launcher that has ended; a killed one leaves it behind."""
+    # A later mpiexec that gets the same process id would find it, print "The PMIx server's listener
+    # thread failed to start" and exit with 213 (seen with Open MPI 5.0).
+    shutil.rmtree(os.path.join(tempfile.gettempdir(), f"ompi.{pid}"), ignore_errors=True)
 
 
 def _parents() -> Iterator[tuple[int, int]]:
