@@ -150,16 +150,17 @@ class Hdf5Reader:
                     self._take_cached(numbers, files, rows, columns)
                 begun, begun_columns = self._take_begun(numbers)
                 for placed in self._placed:
-                    if placed.field in columns:
-                        continue
-                    copies = begun.get(placed.number)
-                    if copies is None:
-                        copies = placed.begin(files, rows, self._num_helpers)
-                    leaves[placed.number] = placed.end(copies)
+                    if placed.field not in columns and placed.number not in begun:
+                        begun[placed.number] = placed.begin(files, rows, self._num_helpers)
+                # Do this before the wait below, so that helpers go on without being woken again.
+                self._begin_placed(len(numbers))
+                for placed in self._placed:
+                    if placed.field not in columns:
+                        leaves[placed.number] = placed.end(begun[placed.number])
                 self._gather(files, rows, columns, begun_columns)
                 for reader in self._singles:
                     leaves |= reader.columns(numbers, files, rows, self.empty)
-                self._begin_next(len(numbers))
+                self._begin_decoded()
         for number, each in enumerate(self._catalog.outputs):
             column = None if each.column is None else columns.get(each.column)
             if column is not None and not each.leaf.members:
@@ -234,17 +235,24 @@ class Hdf5Reader:
                         placed.rows.ask_for(descriptor, file, own)
                     asked.add(placed.field)
 
-    def _begin_next(self, count: int) -> None:
-        """Begin to copy the next rows in other threads, if they are decoded already."""
-        numbers = self._expected.first(count) if self._num_helpers else None
+    def _begin_placed(self, count: int) -> None:
+        """Begin to copy the rows after the next `count` ones in other threads."""
+        numbers = self._expected.first(count, skip=count) if self._num_helpers else None
         if numbers is None:
             return
         files, rows = self._locate(numbers)
         copies: dict[int, RowCopies] = {}
-        columns: _Columns = {}
         with contextlib.suppress(DataError):  # the error is raised again when the rows are read
             for placed in self._placed:
                 copies[placed.number] = placed.begin(files, rows, self._num_helpers)
+        self._begun = numbers, copies, {}
+
+    def _begin_decoded(self) -> None:
+        """Begin to copy the fields of the same rows that are decoded already."""
+        if self._begun is None or not self._announced:
+            return
+        numbers, _, columns = self._begun
+        files, rows = self._locate(numbers)
         for field in self._announced:
             shape, dtype = self._specs[field]
             empty = partial(self.empty, (len(rows), *shape), dtype)
@@ -252,7 +260,6 @@ class Hdf5Reader:
             output = self._chunk_cache(field).begin(chunks, within, empty)
             if output is not None:
                 columns[field] = chunks, output
-        self._begun = numbers, copies, columns
 
     def _take_begun(self, numbers: np.ndarray) -> tuple[dict[int, RowCopies], _Columns]:
         """Return the copies that are under way, if they are of these rows."""
@@ -448,11 +455,14 @@ class _ExpectedRows:
         if len(block):
             self._blocks.append(block)
 
-    def first(self, count: int) -> Block | None:
-        """Return the next rows; ``None`` if there are fewer."""
+    def first(self, count: int, skip: int) -> Block | None:
+        """Return `count` rows after the next `skip` ones; ``None`` if there are fewer."""
         parts: list[Block] = []
-        start = self._start
+        start = self._start + skip
         for block in self._blocks:
+            if start >= len(block):
+                start -= len(block)
+                continue
             part = block[start : start + count]
             # Usually all rows of a batch are in one block, and nothing is copied.
             if len(part) == count and not parts:
