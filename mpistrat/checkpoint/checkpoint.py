@@ -187,9 +187,10 @@ class Checkpoint(Trackable):
     def restore(self, path: str | os.PathLike[str]) -> RestoreStatus:
         """Fill all objects from the file `path`, or change none of them. **Collective**.
 
-        The ranks of rank 0's node read the file together, each byte once, check every digest and
-        broadcast. Until all of it has been checked, they hold the values of the file in about equal
-        parts. Of a large sharded tensor each rank reads its own shards, if it sees the file.
+        The ranks of rank 0's node check every digest together, each a part of the file. If there
+        are other nodes, they hold the values in about equal parts and broadcast them; otherwise
+        each rank reads large values again, straight into its objects. Of a large sharded tensor
+        each rank reads its own shards, if it sees the file.
         SyncOnRead variables with SUM get value / N on each of today's N replicas, other SyncOnRead
         variables get the value. Objects that are attached later, and variables that optimizers
         create later, are filled when they appear.
