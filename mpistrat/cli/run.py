@@ -65,7 +65,7 @@ def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--oversubscribe",
         action="store_true",
-        help="allow more ranks than cores, and ranks that share a GPU",
+        help="allow more ranks than cores",
     )
     add(
         "--threads",
