@@ -17,6 +17,7 @@ from mpistrat.errors import ContextError
 from mpistrat.options import ReduceOp, ReduceOpLike
 from mpistrat.replica import ReplicaContext
 from mpistrat.strategies import get_replica_context
+from mpistrat.strategies.one_replica import warn_of_one_replica
 
 __all__ = ["all_gather_pullback", "all_reduce_pullback"]
 
@@ -60,7 +61,8 @@ def all_reduce_pullback(reduce_op: ReduceOpLike, value: Any, result: Any, gradie
     Raises
     ------
     ContextError
-        Outside `Strategy.run`.
+        In cross-replica context. Outside every scope there is one replica, this process: nothing is
+        summed over ranks, and a `ScopeWarning` says so if a strategy of several is open.
     ValueError
         If the nests differ in structure, or shapes do not match.
     CollectiveError
@@ -112,7 +114,8 @@ def all_gather_pullback(value: Any, axis: int, gradient: Any) -> Any:
     Raises
     ------
     ContextError
-        Outside `Strategy.run`.
+        In cross-replica context. Outside every scope there is one replica, this process: nothing is
+        summed over ranks, and a `ScopeWarning` says so if a strategy of several is open.
     ValueError
         If the nests differ in structure, or shapes do not match.
     CollectiveError
@@ -137,6 +140,8 @@ def all_gather_pullback(value: Any, axis: int, gradient: Any) -> Any:
 
 def _current(what: str) -> ReplicaContext:
     replica = get_replica_context()
+    if context.current() is None:
+        warn_of_one_replica()
     if replica is None:
         raise ContextError(
             f"{what} needs the replica context, but this is the cross-replica context. Call it "

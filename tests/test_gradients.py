@@ -1,9 +1,12 @@
 """Pullbacks against finite differences of the sum of all replicas' losses."""
 
+import warnings
+
 import numpy as np
 import pytest
 
 import mpistrat as ms
+from mpistrat import user_warnings
 
 STEP = 1e-6
 
@@ -75,8 +78,12 @@ def test_ties_share(strategy, rank, size):
     assert gradient.tolist() == [1.0, size if rank == size - 1 else 0.0]
 
 
-def test_default_context_and_bad_arguments(strategy, size):
-    assert ms.gradients.all_reduce_pullback("mean", 2.0, 2.0, 3.0) == 3.0
+def test_default_context_and_bad_arguments(strategy, size, monkeypatch):
+    monkeypatch.setattr(user_warnings, "_given", set())
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        assert ms.gradients.all_reduce_pullback("mean", 2.0, 2.0, 3.0) == 3.0
+    assert [each.category for each in given] == [ms.errors.ScopeWarning] * (size > 1)
     with strategy.scope(), pytest.raises(ms.errors.ContextError, match=r"strategy\.run"):
         ms.gradients.all_reduce_pullback("sum", 1.0, 1.0, 1.0)
     with pytest.raises(ValueError, match="one structure"):

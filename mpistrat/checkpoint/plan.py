@@ -365,7 +365,7 @@ def _collectives_for(tree: Tree, what: str) -> Collectives:
     Chosen as in `collectives_for`. But if no strategy of the program owns the tree and it has no
     variables, all ranks of the job compare it, if they are connected.
     """
-    if tree.variables or strategy_of(tree, what) is not None:
+    if strategy_of(tree, what) is not None:
         return collectives_for(tree, what)
     world = started_world() if is_started() else None
     has_others = is_one_of_several() if world is None else world.size > 1
@@ -378,7 +378,7 @@ def _collectives_for(tree: Tree, what: str) -> Collectives:
             "they belong, because no scope is entered. Save them in the scope of their "
             'strategy: "with strategy.scope():".'
         )
-    if world is None:
+    if tree.variables or world is None:
         return collectives_for(tree, what)
     collectives: Collectives = context.collectives_of(context.strategy_of_world())
     return collectives

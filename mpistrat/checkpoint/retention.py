@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import re
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from mpistrat.checkpoint.format import checked_path
 from mpistrat.checkpoint.object_graph import Tree, collectives_for
 from mpistrat.checkpoint.reader import open_checkpoint
-from mpistrat.errors import CheckpointError
+from mpistrat.errors import CheckpointCorruptError, CheckpointError
 
 PREFIX = "checkpoint-"
 _SKEW_S = 1.0
@@ -78,8 +77,9 @@ def _created_s(path: str) -> float:
 def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
     """Return the path of the newest checkpoint in `directory` that verifies, else ``None``.
 
-    Damaged files are skipped with a warning. **Collective** in a strategy's scope: rank 0 looks and
-    all ranks get its answer. **Local**, without MPI, outside.
+    Damaged files are skipped with a warning. **Collective** in a strategy's scope, and outside of
+    one if torch.distributed has a process group: rank 0 looks and all ranks get its answer.
+    Otherwise **Local**, without MPI.
 
     Parameters
     ----------
@@ -94,8 +94,8 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
     Raises
     ------
     CheckpointError
-        If the folder cannot be read, or if some files cannot be read and none of the others is
-        intact.
+        If the folder cannot be read, or if none of the files is intact and some cannot be read or
+        are not of this format version: they may be what the program should continue from.
     TypeError, ValueError
         If `directory` is not a path.
 
@@ -123,7 +123,8 @@ def _find_sound(directory: str) -> str | None:
                 reader.verify()
         except CheckpointError as error:
             warn_of_damage(error)
-            if isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EACCES:
+            is_forbidden = isinstance(error.__cause__, PermissionError)
+            if is_forbidden or not isinstance(error, CheckpointCorruptError):
                 unreadable = unreadable or error
         else:
             return entry.path

@@ -66,36 +66,37 @@ class DefaultReplicaContext(ReplicaContext):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Call `merge_fn` with the default strategy."""
-        _warn_of_one_replica()
+        warn_of_one_replica()
         return super().merge_call(merge_fn, args, kwargs)
 
     def barrier(self) -> None:
         """Return at once."""
-        _warn_of_one_replica()
+        warn_of_one_replica()
         super().barrier()
 
     def broadcast_object(self, obj: Any, root: int = 0) -> Any:
         """Return a copy of `obj`."""
-        _warn_of_one_replica()
+        warn_of_one_replica()
         return super().broadcast_object(obj, root)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Return a copy of `obj` in a list."""
-        _warn_of_one_replica()
+        warn_of_one_replica()
         return super().all_gather_object(obj)
 
     def _group(self) -> Collectives:
-        _warn_of_one_replica()
+        warn_of_one_replica()
         return super()._group()
 
     @property
     def shards(self) -> ShardGroup:
         """The one rank that computes this replica."""
-        _warn_of_one_replica()
+        warn_of_one_replica()
         return super().shards
 
 
-def _warn_of_one_replica() -> None:
+def warn_of_one_replica() -> None:
+    """Warn of a collective of the default replica context if a strategy of several is open."""
     for strategy in context.open_strategies()[:1]:
         warn_once(
             "this collective of the default replica context has one replica, this process, while "

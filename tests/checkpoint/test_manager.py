@@ -132,6 +132,18 @@ def test_a_folder_of_damaged_files_is_no_new_beginning(make, weight, tmp_path):
     assert called == [1]
 
 
+def test_a_folder_of_a_newer_format_is_no_new_beginning(make, weight):
+    manager = make()
+    manager.save(1)
+    with h5py.File(manager.checkpoints[0], "r+") as file:
+        file.attrs["format_version"] = 3
+    for look in (lambda: ms.latest_checkpoint(manager.directory), make().restore_or_initialize):
+        with pytest.raises(ms.errors.CheckpointError, match="has format version 3"):
+            look()
+    manager.save(2)
+    assert ms.latest_checkpoint(manager.directory) == manager.checkpoints[-1]
+
+
 def test_init_fn_must_be_a_function(make):
     with pytest.raises(TypeError, match="init_fn must be"):
         make().restore_or_initialize(3)
