@@ -51,6 +51,8 @@ class CollectiveCall(Call):
         options: CommunicationOptions,
     ) -> None:
         timeout_s = getattr(options, "timeout_seconds", None)
+        if timeout_s is None:
+            timeout_s = collectives.options.timeout_seconds
         super().__init__(collectives.channel, kind, name, timeout_s, collectives.number)
         self.options = options
         self.reduction: Reduction | None = None

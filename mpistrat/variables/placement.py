@@ -387,7 +387,7 @@ class NodeMemory(Flat):
             return read_only(memory)
         if self._on_device is None:
             self._on_device = place(memory, device)
-        return self._on_device
+        return self._on_device[...]  # a view: read_value copies only views
 
     def own_storage(self, storage: Array) -> Array:
         """Return the memory that this rank updates, flat."""

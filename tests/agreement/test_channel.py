@@ -83,6 +83,14 @@ def test_a_missing_rank_is_a_timeout(strategy):
     assert collectives.call("anything", options=options).timeout_s == 0.5
 
 
+def test_options_of_a_call_without_a_limit_leave_that_of_the_strategy():
+    strategy = ms.MPIStrategy(communication_options=ms.CommunicationOptions(timeout_seconds=70))
+    collectives = strategy.extended._collectives
+    options = ms.CommunicationOptions(deterministic=True)
+    assert collectives.call("anything", options=options).timeout_s == 70
+    strategy.close()
+
+
 def test_options_that_cannot_be_honoured_are_refused(strategy, size):
     implementation = ms.CommunicationImplementation
     for options, error in (

@@ -108,6 +108,14 @@ def merged(aggregation, values):
     return total if aggregation is Aggregation.SUM else total / len(values)
 
 
+def test_a_snapshot_is_new_memory(strategy, kind):
+    variable = make(strategy, kind, start())
+    before = variable.numpy()
+    snapshot = variable.read_value()
+    snapshot += 1
+    np.testing.assert_array_equal(variable.numpy(), before)
+
+
 WRITES = {
     "assign": lambda old, new: new,
     "assign_add": np.add,
