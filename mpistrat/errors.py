@@ -37,7 +37,7 @@ class MpistratError(Exception):
 class ContextError(MpistratError, RuntimeError):
     """A function was called in the wrong context, or strategies were mixed or nested.
 
-    Cause: for example a variable created inside `Strategy.run`, or a value of a different strategy.
+    Cause: for example `Strategy.run` inside a replica function, or a value of another strategy.
     Remedy: move the call to the context that the message names.
     """
 

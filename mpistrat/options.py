@@ -155,7 +155,7 @@ class CommunicationOptions:
     automatic, which is 32 MiB."""
     timeout_seconds: float | None = None
     """How many seconds to wait for missing ranks. ``None``: the strategy's value, or
-    else the setting ``MPISTRAT_TIMEOUT_S``."""
+    else the setting ``MPISTRAT_TIMEOUT_S``. Other options of a call replace the strategy's."""
     implementation: CommunicationImplementation = CommunicationImplementation.AUTO
     """Library or memory that transfers the data."""
     deterministic: bool = False
@@ -233,9 +233,9 @@ class InputReplicationMode(enum.Enum):
     """
 
     PER_WORKER = "PER_WORKER"
-    """Once per rank."""
+    """The default."""
     PER_REPLICA = "PER_REPLICA"
-    """Once per replica."""
+    """`Strategy.distribute_dataset` raises NotImplementedError."""
 
 
 @dataclass(frozen=True)
@@ -252,7 +252,7 @@ class InputOptions:
     experimental_prefetch_to_device: bool = True
     """Whether batches are copied to the replica's device or stay in host memory."""
     experimental_replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER
-    """How often a dataset function is called."""
+    """A dataset function is called once per replica, whatever the mode."""
     experimental_place_dataset_on_device: bool = False
     """Not supported: datasets are stored in host memory."""
 
@@ -296,9 +296,9 @@ class InputContext:
     """
 
     num_input_pipelines: int = 1
-    """Number of datasets that are created in total: one per rank."""
+    """Number of datasets that are created in total: one per replica."""
     input_pipeline_id: int = 0
-    """Number of this dataset: the rank."""
+    """Number of this dataset: the replica, which is the rank if each rank has one."""
     num_replicas_in_sync: int = 1
     """Number of replicas in total."""
 

@@ -131,12 +131,12 @@ class Checkpoint(Trackable):
         tensors differ. Of sharded tensors (DTensor) each rank writes its own shards, so all ranks
         must see the folder. The file appears under its name once it is complete and on disk.
 
-        Outside of any strategy, and without a process group of torch.distributed, it is **Local**.
-        In a job of several ranks, rank 0 then writes, and the other ranks return at once, before
-        the file is there: a rank that needs the file must wait, for example with
-        ``strategy.barrier()``. If exactly one strategy on several ranks is open, objects without a
-        variable still count as that strategy's objects. Otherwise, if MPI has been started, the
-        ranks of the job compare them.
+        Outside of any strategy, and without a process group of torch.distributed, it is **Local**
+        if the checkpoint has a variable, or MPI has not been started. In a job of several ranks,
+        rank 0 then writes, and the other ranks return at once, before the file is there: a rank
+        that needs the file must wait, for example with ``strategy.barrier()``. If exactly one
+        strategy on several ranks is open, objects without a variable still count as that strategy's
+        objects. Otherwise, if MPI has been started, the ranks of the job compare them.
 
         The ranks of this job that write a path first own it, until their strategy is closed, the
         job ends or the file is removed.
@@ -167,14 +167,15 @@ class Checkpoint(Trackable):
         ------
         CheckpointError
             On every rank, if the file cannot be written, if state differs between ranks, if other
-            ranks of this job have written `path`, if the file at `path` is not a checkpoint, if a
-            `PerReplicaState` is saved outside of its strategy's scope, or if restored values still
+            ranks of this job have written `path`, if the file at `path` is not a checkpoint, if it
+            is unknown to which strategy a `PerReplicaState` belongs, or if restored values still
             wait for their objects and `RestoreStatus.expect_partial` has not been called. A file
             that was there before is unchanged.
         ReplicaDriftError
             On every rank, with ``drift="raise"``. It is a `CheckpointError` too.
         TypeError
-            If `parallel` or `overwrite` is not a bool.
+            If an argument has the wrong type, an object has no state, or a variable or state a type
+            that a checkpoint does not store.
         ValueError
             If `drift` has a different value, if a SyncOnRead variable has the aggregation NONE, or
             if the ranks have different objects.
@@ -185,7 +186,10 @@ class Checkpoint(Trackable):
 
     @collective(_RESTORE, writes=True, of=lambda checkpoint: _ranks(checkpoint, _RESTORE))
     def restore(self, path: str | os.PathLike[str]) -> RestoreStatus:
-        """Fill all objects from the file `path`, or change none of them. **Collective**.
+        """Fill all objects that the file `path` has, or change none. **Collective**.
+
+        Objects that the file lacks keep their values: call `RestoreStatus.assert_consumed` on the
+        result to get an error.
 
         The ranks of rank 0's node check every digest together, each a part of the file. If there
         are other nodes, they hold the values in about equal parts and broadcast them; otherwise
@@ -213,7 +217,10 @@ class Checkpoint(Trackable):
             If the file is damaged.
         CheckpointMismatchError
             If shapes or dtypes differ, or the keys of a module, or the groups of an optimizer; the
-            message names all of them. No value is cast.
+            message names all of them. No value is cast. Arrays of other objects' ``state_dict()``
+            may differ in the first dimension.
+        TypeError
+            If `path` is no path, such as the ``None`` of `latest_checkpoint`.
         """
         return restore(self, path)
 

@@ -232,10 +232,10 @@ class CheckpointManager(Hinted):
         Raises
         ------
         CheckpointError
-            In the same cases as `Checkpoint.write`. With ``asynchronous=True`` it is the error of
-            the previous save, and nothing is saved; the next call saves again.
-        ValueError
-            If `step` is negative.
+            In the same cases as `Checkpoint.write`. With ``asynchronous=True``, an error of writing
+            the file is raised by the next call, which saves nothing; the one after it saves again.
+        TypeError, ValueError
+            If `step` is no integer, or negative.
         """
         self.wait()
         given = self._step(step)
@@ -270,8 +270,8 @@ class CheckpointManager(Hinted):
     def restore_or_initialize(self, init_fn: Callable[[], object] | None = None) -> str | None:
         """Restore the newest intact file; if there is no file, call `init_fn`. **Collective**.
 
-        Damaged files are skipped with a warning. Every object that the program has must be in the
-        file; use `Checkpoint.restore` to restore only some of them.
+        Files that are damaged or cannot be read are skipped with a warning. Every object that the
+        program has must be in the file; use `Checkpoint.restore` to restore only some of them.
 
         Parameters
         ----------
@@ -285,9 +285,10 @@ class CheckpointManager(Hinted):
 
         Raises
         ------
-        CheckpointCorruptError
-            If the folder has checkpoints but none is intact: training never restarts from the
-            beginning unnoticed. Move the files away if you want that.
+        CheckpointError
+            If the folder has checkpoints but none can be restored (CheckpointCorruptError if one is
+            damaged): training never restarts from the beginning unnoticed. Move the files away if
+            you want that.
         CheckpointMismatchError
             If the file lacks an object of the program, or shapes or dtypes differ; the program is
             then unchanged.

@@ -87,6 +87,7 @@ class PerReplicaState:
         -------
         dict
             The key ``"replicas"`` has one state per replica, ``None`` for those of other ranks.
+            Before a checkpoint has used this object, it has only the states of this rank.
         """
         states: list[Any] = [None] * self._num_replicas
         for replica_id, target in zip(self._replicas, self._targets, strict=True):

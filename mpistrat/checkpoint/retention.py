@@ -90,6 +90,7 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
     -------
     str or None
         The path of the file, ``None`` if the folder has no checkpoints or only damaged ones.
+        `Checkpoint.restore` does not take ``None``.
 
     Raises
     ------

@@ -109,6 +109,8 @@ class GroupCollectives(ABC):
             If this replica context is not the current one.
         ValueError, TypeError
             If an argument is invalid, such as an `out` that the result does not fit.
+        NotImplementedError
+            For `IndexedSlices` with another reduction than SUM and MEAN.
         CollectiveError
             If the replicas disagree.
         """
@@ -370,7 +372,7 @@ class GroupCollectives(ABC):
         fill: complex = 0,
         options: CommunicationOptions | None = None,
     ) -> T:
-        """Return the `value` of the replica `offset` before this one, like NumPy's roll.
+        """Return the `value` of the replica `offset` before this one; NumPy's roll if `periodic`.
 
         **Collective**, with the same structure, shapes, dtypes, offset, `periodic` and `fill`.
 
@@ -395,8 +397,8 @@ class GroupCollectives(ABC):
 
         Raises
         ------
-        TypeError
-            On every replica, if an argument has the wrong type.
+        TypeError, ValueError
+            On every replica, if an argument has the wrong type, or the dtype no value `fill`.
         CollectiveError
             If the replicas disagree.
         """
@@ -421,8 +423,8 @@ class GroupCollectives(ABC):
             The value of this replica.
         exclusive : bool
             Whether this replica's own value is left out. The first replica then gets the identity
-            of the reduction: 0 for SUM, 1 for PROD, the largest or smallest number of the dtype for
-            MIN and MAX.
+            of the reduction: 0 for SUM, 1 for PROD, and for MIN and MAX the largest or smallest
+            number of the dtype, of floats infinity.
         options : CommunicationOptions, optional
             Options of this call. Default: the strategy's options.
 

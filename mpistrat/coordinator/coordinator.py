@@ -325,6 +325,11 @@ class ClusterCoordinator:
         -------
         nest
             The same structure, with a result in place of each `RemoteValue`.
+
+        Raises
+        ------
+        UnavailableError
+            If a server or all workers are lost; `RemoteValue.fetch` still returns what has come.
         """
         self._ready("fetch").check_available()
         return nests.map_nest(_fetched, val)

@@ -175,8 +175,8 @@ class Dataset(metaclass=HintedType):
 
         Parameters
         ----------
-        nest : nest of array-like
-            Arrays of the same length. All ranks must pass the same arrays:
+        nest : nest of arrays
+            Arrays of the same length; a list is a nest too. All ranks must pass the same arrays:
             `Strategy.distribute_dataset` compares digests of them.
 
         Returns
@@ -215,8 +215,8 @@ class Dataset(metaclass=HintedType):
             lengths that differ. Without it, all examples must have the shapes and dtypes of the
             first one.
         thread_safe : bool
-            Whether several threads may call `source` at the same time. If false, only one thread
-            calls it.
+            Whether several threads may call `source` at the same time. If false, calls never
+            overlap, but the iterating thread and one that reads ahead both make some.
 
         Returns
         -------

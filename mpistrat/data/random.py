@@ -114,7 +114,9 @@ def example_rng() -> np.random.Generator:
     numpy.random.Generator
         It depends only on the seed passed to `Dataset.map`, the epoch (and the repetition, after
         `repeat`), the number of the map, and the number of the example. It does not depend on the
-        number of ranks, on threads, or on whether the epoch was resumed. The number of an example
+        number of ranks, on threads, or on whether the epoch was resumed; with
+        `Strategy.distribute_datasets_from_function` and the policy FILE it also depends on the
+        number of the replica. The number of an example
         is its position in the dataset that `map` was applied to, before shuffling. `take`, `skip`
         and `shard` after a shuffle do not change it either.
 

@@ -68,7 +68,8 @@ class HDF5Checkpoint(_Callback):
     ------
     TypeError, ValueError
         If an argument has the wrong type or is out of range. At the start of ``fit``: if it does
-        not train on `data`, or gets ``ckpt_path`` although the folder has a file.
+        not train on `data`, trains on an `mpistrat.torch.HDF5Dataset` that is not in it, or gets
+        ``ckpt_path`` although the folder has a file.
     LaunchError
         At the start of ``fit``, if the trainer does not use all ranks.
     NotImplementedError

@@ -56,8 +56,9 @@ class Sum(Metric[np.float64]):
 
         Raises
         ------
-        ValueError
-            If `sample_weight` cannot be broadcast to `values`, or in cross-replica context.
+        TypeError, ValueError
+            If `sample_weight` is not real or cannot be broadcast to `values`, if these are not
+            real, or in cross-replica context.
         """
         total, _ = weighted(values, sample_weight)
         self._add(total)
@@ -110,8 +111,9 @@ class Mean(RunningMean):
 
         Raises
         ------
-        ValueError
-            If `sample_weight` cannot be broadcast to `values`, or in cross-replica context.
+        TypeError, ValueError
+            If `sample_weight` is not real or cannot be broadcast to `values`, if these are not
+            real, or in cross-replica context.
         """
         self._take_in(values, sample_weight)
 

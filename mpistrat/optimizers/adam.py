@@ -46,7 +46,7 @@ class Adam(Optimizer):
     beta_1, beta_2 : float
         Decay of the first and second moment, in [0, 1).
     epsilon : float
-        Added to the root of the second moment.
+        Added to the root of the second moment, after its bias correction; above 0.
     weight_decay : float, optional
         Decoupled weight decay, applied before the step (AdamW).
     global_clipnorm, loss_scale
@@ -61,6 +61,8 @@ class Adam(Optimizer):
         If a parameter has the wrong type.
     ValueError
         For a value out of range.
+    NotImplementedError
+        For `sharded_slots` with `ranks_per_replica` or under a parameter server.
 
     Examples
     --------

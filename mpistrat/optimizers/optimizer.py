@@ -87,7 +87,7 @@ class Optimizer(Hinted, Trackable, abc.ABC):
     weight_decay : float, optional
         Decoupled weight decay: before each step a variable shrinks by ``learning_rate *
         weight_decay`` of itself (Loshchilov and Hutter, "Decoupled Weight Decay Regularization",
-        2019).
+        2019). Of `IndexedSlices` only the named rows shrink.
     global_clipnorm : float, optional
         Largest norm of all gradients of a step together, summed over replicas. Gradients with a
         larger norm are scaled down to it.
@@ -208,11 +208,12 @@ class Optimizer(Hinted, Trackable, abc.ABC):
     ) -> None:
         """Update each variable by its gradient.
 
-        In replica context the gradients are first summed over replicas, small ones in one
-        message. In cross-replica context, and outside every scope with the variables of a
-        strategy, the gradients must already be the same on all ranks. The ranks then compare the
-        values of host arrays, but only the shapes and dtypes of device arrays. **Collective**:
-        every rank passes the same variables in the same order.
+        In replica context the gradients are first summed over replicas, small ones in one message.
+        In cross-replica context, and outside every scope with the variables of a strategy, the
+        gradients must already be the same on all ranks. The ranks then compare the values of host
+        arrays, but only the shapes and dtypes of device arrays. **Collective**: every rank passes
+        the same variables in the same order. Under `ParameterServerStrategy` it is not: each call
+        in a closure is a step by its own gradients.
 
         Parameters
         ----------

@@ -71,6 +71,8 @@ class SGD(Optimizer):
         If a parameter has the wrong type.
     ValueError
         For a value out of range, or `nesterov` or `sharded_slots` without momentum.
+    NotImplementedError
+        For `sharded_slots` with `ranks_per_replica` or under a parameter server.
 
     Examples
     --------

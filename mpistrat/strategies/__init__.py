@@ -79,7 +79,7 @@ def in_cross_replica_context() -> bool:
     -------
     bool
         True in a scope, a ``merge_fn`` or an update, where all replicas act together. False in a
-        replica function and outside every scope.
+        replica function and outside every scope, unless `experimental_set_strategy` was called.
 
     Examples
     --------

@@ -39,7 +39,7 @@ def print_on_chief(
 ) -> None:
     """Print only on rank 0, like the builtin ``print``. Local.
 
-    In a scope this is rank 0 of the strategy; outside every scope it is rank 0 of the job. The
+    In the scope of a strategy of several ranks this is its rank 0, otherwise rank 0 of the job. The
     other ranks do nothing.
 
     Parameters

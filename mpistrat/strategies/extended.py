@@ -281,7 +281,8 @@ class StrategyExtended(ExtendedV1):
         reduce_op : ReduceOp or str
             The reduction, such as ``"sum"`` or ``"mean"``; the same on all ranks.
         value : PerReplica, Mirrored, array, number or IndexedSlices
-            The value to reduce. A plain array or number is this rank's component.
+            The value to reduce. A plain array or number is this rank's component; with
+            ``num_replicas=`` it raises ValueError.
         destinations : Variable, distributed value, array or device string
             Place of the result. If a device string names a task, only that rank gets the result;
             the others get ``None``.
@@ -466,7 +467,8 @@ class StrategyExtended(ExtendedV1):
             On every rank, if a variable differs. It names the first one and the groups of ranks
             whose values are equal. The strategy stays usable.
         ValueError
-            For a SyncOnRead variable that is passed directly, or if there is no variable.
+            For a SyncOnRead or sharded variable that is passed directly or in a dict, list or
+            tuple, or if there is no variable.
         TypeError
             For an object that cannot hold variables.
         ContextError

@@ -353,7 +353,8 @@ class ExtendedV1(abc.ABC):
     def read_var(self, v: Variable) -> Array:
         """Return the current value of a variable over all replicas.
 
-        **Collective** for a SyncOnRead variable, whose components it aggregates, else local.
+        **Collective** for a SyncOnRead variable, whose components it aggregates, and for a sharded
+        one; else local.
 
         Parameters
         ----------

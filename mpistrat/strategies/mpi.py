@@ -95,7 +95,8 @@ class MPIStrategy(Strategy):
     TypeError, ValueError
         For a bad argument or setting, on every rank.
     NotImplementedError
-        For a `variable_partitioner` if a replica spans several ranks.
+        For two of `variable_partitioner`, `ranks_per_replica` and `num_replicas`, or
+        `num_replicas` with `wire_dtype`.
 
     Examples
     --------

@@ -88,8 +88,8 @@ class Strategy(Hinted):
 
         **Collective**. Strategies on the same communicator share these resources; closing the last
         strategy frees them. Using a closed strategy raises `RuntimeError`, but its mirrored
-        variables can still be read. After a `CollectiveError` the resources are freed when the
-        program ends. A second call does nothing.
+        variables can still be read, except under `CentralStorageStrategy`. After a
+        `CollectiveError` the resources are freed when the program ends. A second call does nothing.
 
         Examples
         --------
@@ -232,7 +232,7 @@ class Strategy(Hinted):
         reduce_op : ReduceOp or str
             The reduction, such as ``"sum"`` or ``"mean"``.
         value : nest of PerReplica, Mirrored, arrays or numbers
-            A plain array or number is this rank's component.
+            A plain array or number is this rank's component; with ``num_replicas=`` it raises.
         axis : int or tuple of int, optional
             Axes of each component to reduce over as well, typically the batch axis 0. All elements
             have equal weight, so a shorter last batch is averaged correctly.
@@ -342,8 +342,8 @@ class Strategy(Hinted):
 
         Raises
         ------
-        ValueError
-            If the dataset was not batched.
+        TypeError, ValueError
+            If it is no `Dataset`, was not batched, or the policy FILE finds too few files.
         DataError
             On every rank, if its files do not match.
 
@@ -365,9 +365,10 @@ class Strategy(Hinted):
         Parameters
         ----------
         dataset_fn : callable
-            Called with an `InputContext`. Returns the `Dataset` of this rank.
+            Called with an `InputContext`, for each replica of this rank. Returns the `Dataset` of
+            the replica.
         options : InputOptions, optional
-            Where batches are stored, and how often `dataset_fn` is called.
+            Where batches are stored.
 
         Returns
         -------
@@ -608,8 +609,8 @@ class Strategy(Hinted):
 
         Raises
         ------
-        ValueError
-            If the dataset was not batched.
+        TypeError, ValueError
+            If it is no `Dataset`, was not batched, or the policy FILE finds too few files.
         DataError
             On every rank, if its files do not match, or the datasets of the ranks differ.
         """
@@ -729,7 +730,8 @@ class Strategy(Hinted):
         Parameters
         ----------
         value : nest of arrays or PerReplica
-            The value of this rank's replica. Shapes may differ only along `axis`.
+            The value of this rank's replica, with ``num_replicas=`` a `PerReplica`. Shapes may
+            differ only along `axis`.
         axis : int
             Axis to concatenate along.
         options : CommunicationOptions, optional
@@ -798,7 +800,7 @@ class Strategy(Hinted):
         Returns
         -------
         nest
-            This replica's part. A `PerReplica` if a rank runs several replicas.
+            This replica's part. With ``num_replicas=`` a `PerReplica`.
 
         Examples
         --------
@@ -973,12 +975,12 @@ class Strategy(Hinted):
 
     @property
     def rank(self) -> int:
-        """Number of this rank: short for ``cluster_resolver.task_id``. Local."""
+        """Number of this rank, without roles ``cluster_resolver.task_id`` too. Local."""
         return self._layout.rank
 
     @property
     def size(self) -> int:
-        """Number of ranks: short for ``cluster_resolver.num_workers``. Local."""
+        """Number of ranks, without roles ``cluster_resolver.num_workers`` too. Local."""
         return self._layout.num_ranks
 
     @property

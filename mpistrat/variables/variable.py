@@ -96,7 +96,7 @@ class Variable(NDArrayOperatorsMixin):
     aggregation : VariableAggregation
         How writes in replica context (mirrored) or components (SyncOnRead) become one value.
     shape : sequence of int, optional
-        Shape of the initial value. If it is given, a callable may take the keywords
+        Shape of the initial value. If it and `dtype` are given, a callable may take the keywords
         ``partition_shape`` and ``partition_offset``. Each rank then calls it for the part that the
         rank holds, which is the whole unless the variable is sharded or split.
     split_axis : int, optional
@@ -381,7 +381,8 @@ class Variable(NDArrayOperatorsMixin):
         Raises
         ------
         ValueError
-            If the shape differs, or the kind of variable forbids the write in this context.
+            If the shape differs, or the kind of variable forbids the write in this context. With
+            `read_value`, after the write, if the aggregation NONE forbids reading it there.
         CollectiveMismatchError
             In cross-replica context, if the values differ between ranks.
         TypeError
@@ -679,7 +680,8 @@ class Variable(NDArrayOperatorsMixin):
     def row_range(self) -> range:
         """Rows that this rank holds: all, except for an `ms.ShardedVariable`. Local.
 
-        Raises `TypeError` if the variable is 0-d.
+        Of a variable with `split_axis`, rows count from 0 within this rank's part. Raises
+        `TypeError` if the variable is 0-d.
         """
         return range(len(self))
 
@@ -691,7 +693,8 @@ class Variable(NDArrayOperatorsMixin):
     def lookup(self, ids: npt.ArrayLike) -> Array:
         """Return rows by their numbers, in new memory on the device.
 
-        **Local**, because each rank holds all rows; **Collective** for an `ms.ShardedVariable`. For
+        **Local**, because each rank holds all rows (with `split_axis` those of its part, counted
+        from 0); **Collective** for an `ms.ShardedVariable`. For
         a SyncOnRead variable, the rows come from the local component.
 
         Parameters

@@ -37,7 +37,7 @@ class HDF5Writer:
     attrs : mapping, optional
         Attributes of the root group.
     compression, shuffle : optional
-        Defaults for `create_dataset`.
+        Defaults for `create_dataset` without `data`.
     durable : bool
         Whether each commit is flushed to disk, so that it survives a power failure. Otherwise
         steps survive the death of processes, and `flush`, `close` and checkpoints bring them to
@@ -54,7 +54,8 @@ class HDF5Writer:
     OSError
         On every rank, if the file cannot be created or opened, or has another writer.
     DataError
-        On every rank, if the existing file is not HDF5, or was not closed by its writer.
+        On every rank, if the existing file is not HDF5, or another program (SWMR) left it
+        marked as open.
     ContextError
         Inside ``strategy.run``, or outside of any strategy in a job of several ranks.
     NotImplementedError
@@ -201,7 +202,7 @@ class HDF5Writer:
             Path of the dataset.
         shape : tuple
             Its shape. If ``shape[0]`` is ``None``, it grows by `append`. Otherwise `write` fills
-            it.
+            it in mode ``"w"``; in mode ``"a"`` pass `data`, or it keeps the fill value.
         dtype : dtype
             Its dtype, by default float32 as in h5py.
         data : array, optional
@@ -283,10 +284,10 @@ class HDF5Writer:
         Raises
         ------
         DataError
-            If shape, dtype or names do not fit. Nothing is written then, and the writer stays
-            usable.
-        TypeError
-            If a value is not an array.
+            If shape, dtype or names do not fit. Nothing is written then. The writer stays usable if
+            every rank raises; otherwise the others raise CollectiveMismatchError.
+        TypeError, ValueError
+            If a value is not an array, or with ``num_replicas=`` has no component per replica.
         CollectiveMismatchError
             If the ranks pass different names, or different values for a row that all share.
         OSError
@@ -326,6 +327,8 @@ class HDF5Writer:
 
     def flush(self) -> None:
         """Commit all steps and attributes, and bring them to disk. **Collective**.
+
+        In mode ``"w"`` the ranks only wait for each other: nothing is safe before `close`.
 
         Raises
         ------
