@@ -188,8 +188,8 @@ class Checkpoint(Trackable):
     def restore(self, path: str | os.PathLike[str]) -> RestoreStatus:
         """Fill all objects that the file `path` has, or change none. **Collective**.
 
-        Objects that the file lacks keep their values: call `RestoreStatus.assert_consumed` on the
-        result to get an error.
+        Objects that the file lacks keep their values, with a warning: call
+        `RestoreStatus.assert_consumed` on the result to get an error.
 
         The ranks of rank 0's node check every digest together, each a part of the file. If there
         are other nodes, they hold the values in about equal parts and broadcast them; otherwise

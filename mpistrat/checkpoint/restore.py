@@ -6,7 +6,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,15 +48,18 @@ _logger = logging.getLogger("mpistrat")
 class RestoreStatus:
     """The result of `Checkpoint.restore`.
 
-    If no object has taken some paths of the file when the checkpoint object is deleted, one warning
-    of the logger ``mpistrat`` names these paths, unless one of the methods here has been called.
-    While paths wait for their objects, nothing can be saved, unless `expect_partial` has been
-    called.
+    Unless one of the methods here has been called, the logger ``mpistrat`` warns twice: when this
+    object is deleted, of objects of the program that the file lacks; when the checkpoint object is
+    deleted, of paths of the file that no object has taken. While paths wait for their objects,
+    nothing can be saved, unless `expect_partial` has been called.
     """
 
-    def __init__(self, root: Trackable, restoration: Restoration, warns: bool) -> None:
+    def __init__(
+        self, root: Trackable, restoration: Restoration, warns: bool, lacking: Sequence[str]
+    ) -> None:
         self._root = root
         self._restoration = restoration
+        self._lacking_warning = weakref.finalize(self, _warn_of_lacking, restoration.path, lacking)
         # finalize keeps its arguments alive until it runs, so it gets the two dicts and not
         # `restoration`, which would then never be collected. `take` removes entries from these same
         # dicts.
@@ -64,7 +67,7 @@ class RestoreStatus:
             restoration, _warn_of_rest, restoration.path, restoration.arrays, restoration.state
         )
         if not warns:
-            self._warning.detach()
+            self._silence()
 
     def assert_consumed(self) -> RestoreStatus:
         """Check that the file and the program have the same paths, all restored. Local.
@@ -79,7 +82,7 @@ class RestoreStatus:
         CheckpointMismatchError
             If not (it is also an AssertionError); the message names all paths.
         """
-        self._warning.detach()
+        self._silence()
         self._check(self._unexpected())
         return self
 
@@ -96,7 +99,7 @@ class RestoreStatus:
         CheckpointMismatchError
             If not (it is also an AssertionError); the message names all paths.
         """
-        self._warning.detach()
+        self._silence()
         self._check([])
         return self
 
@@ -111,7 +114,7 @@ class RestoreStatus:
         RestoreStatus
             This object.
         """
-        self._warning.detach()
+        self._silence()
         self._restoration.is_partial = True
         return self
 
@@ -121,6 +124,10 @@ class RestoreStatus:
             f"<RestoreStatus of {restoration.path!r}: {len(restoration.restored)} restored, "
             f"{len(restoration.left())} still waiting>"
         )
+
+    def _silence(self) -> None:
+        self._warning.detach()
+        self._lacking_warning.detach()
 
     def _unexpected(self) -> list[str]:
         return [f"{path} ({of})" for path, of in self._restoration.left().items()]
@@ -164,6 +171,16 @@ def _warn_of_rest(path: str, arrays: dict[str, np.ndarray], state: dict[str, Any
             "restore() where this is meant.",
             ", ".join([*arrays, *state]),
             path,
+        )
+
+
+def _warn_of_lacking(path: str, lacking: Sequence[str]) -> None:
+    if lacking:
+        _logger.warning(
+            "The checkpoint %s lacks %s, which kept the values that they had. Call "
+            "expect_partial() on the status of restore() where this is meant.",
+            path,
+            ", ".join(lacking),
         )
 
 
@@ -242,7 +259,8 @@ def restore(
         restoration.wait_for_children("", root)
     if collectives.rank == 0:
         _logger.info("Checkpoint %s restored in %.2f s", path, time.perf_counter() - began_s)
-    return RestoreStatus(root, restoration, warns=collectives.rank == 0)
+    lacking = _missing(tree, {*shapes, *state, *fresh})
+    return RestoreStatus(root, restoration, collectives.rank == 0, lacking)
 
 
 def _read(collectives: Collectives, file: SharedFile, check: Callable[[], None]) -> Values:

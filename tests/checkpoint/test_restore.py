@@ -1,3 +1,4 @@
+import contextlib
 import gc
 import logging
 
@@ -71,3 +72,20 @@ def test_what_no_object_took_is_warned_of_once(file, caplog, quiet):
         (message,) = caplog.messages
         assert "No object took b, rng" in message
         assert file in message
+
+
+@pytest.mark.parametrize("method", ["", "expect_partial", "assert_existing_objects_matched"])
+def test_what_the_file_lacks_is_warned_of_once(file, caplog, method):
+    with caplog.at_level(logging.WARNING, "mpistrat"):
+        checkpoint = ms.Checkpoint(a=variable(3), new=variable())
+        status = checkpoint.restore(file)
+        with contextlib.suppress(ms.errors.CheckpointMismatchError):
+            getattr(status, method or "__repr__")()
+        assert not caplog.messages
+        del status
+        gc.collect()
+        messages = [each for each in caplog.messages if "lacks" in each]
+    assert len(messages) == (not method)
+    for message in messages:
+        assert f"{file} lacks new (" in message
+        assert "expect_partial()" in message
