@@ -35,6 +35,7 @@ from mpistrat.checkpoint.raw_io import BYTES_WORTH_A_THREAD
 from mpistrat.checkpoint.replica_state import (
     PerReplicaState,
     assign_replicas,
+    check_owner_is_known,
     gather_states,
     own_states,
 )
@@ -367,18 +368,8 @@ def _collectives_for(tree: Tree, what: str) -> Collectives:
     """
     if strategy_of(tree, what) is not None:
         return collectives_for(tree, what)
-    world = started_world() if is_started() else None
-    has_others = is_one_of_several() if world is None else world.size > 1
-    if not has_others:
-        return collectives_for(tree, what)
-    alone = [path for path, each in tree.stateful.items() if isinstance(each, PerReplicaState)]
-    if alone:
-        raise CheckpointError(
-            f"{what}: {alone} are PerReplicaState, but it is unknown to which strategy's replicas "
-            "they belong, because no scope is entered. Save them in the scope of their "
-            'strategy: "with strategy.scope():".'
-        )
-    if tree.variables or world is None:
+    check_owner_is_known(tree, what)
+    if tree.variables or not is_started() or not _has_others():
         return collectives_for(tree, what)
     collectives: Collectives = context.collectives_of(context.strategy_of_world())
     return collectives

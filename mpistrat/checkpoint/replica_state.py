@@ -15,10 +15,19 @@ import numpy as np
 
 from mpistrat.arrays import host_copy
 from mpistrat.checkpoint.marks import dump_json, load_json
-from mpistrat.checkpoint.object_graph import Stateful, split_object, state_adapter
+from mpistrat.checkpoint.object_graph import (
+    Stateful,
+    Tree,
+    split_object,
+    state_adapter,
+    strategy_of,
+)
 from mpistrat.checkpoint.state_json import SplitState, join_state
 from mpistrat.collectives.collectives import Collectives
+from mpistrat.errors import CheckpointError
 from mpistrat.layout import Layout
+from mpistrat.mpi.launcher import is_one_of_several
+from mpistrat.mpi.world import is_started, started_world
 from mpistrat.system.text import counted
 from mpistrat.values import PerReplica
 from mpistrat.variables import Variable
@@ -144,6 +153,20 @@ class PerReplicaState:
 
     def __repr__(self) -> str:
         return f"PerReplicaState({', '.join(map(repr, self._targets))})"
+
+
+def check_owner_is_known(tree: Tree, what: str) -> None:
+    """Raise in a job of several ranks if a `PerReplicaState` may belong to any strategy."""
+    alone = [path for path, each in tree.stateful.items() if isinstance(each, PerReplicaState)]
+    if not alone or strategy_of(tree, what) is not None:
+        return
+    world = started_world() if is_started() else None
+    if is_one_of_several() if world is None else world.size > 1:
+        raise CheckpointError(
+            f"{what}: {alone} are PerReplicaState, but it is unknown to which strategy's replicas "
+            "they belong, because no scope is entered. Call it in the scope of their strategy: "
+            '"with strategy.scope():".'
+        )
 
 
 def _adapter(obj: object) -> Stateful:

@@ -36,7 +36,7 @@ from mpistrat.checkpoint.read import (
     open_together,
     read_components,
 )
-from mpistrat.checkpoint.replica_state import assign_replicas
+from mpistrat.checkpoint.replica_state import assign_replicas, check_owner_is_known
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.errors import CheckpointCorruptError, _UnmatchedPathsError
 from mpistrat.tracing.spans import spanned
@@ -197,6 +197,8 @@ def restore(
     """
     began_s = time.perf_counter()
     tree = tree_of(root)
+    if tree.stateful:
+        check_owner_is_known(tree, _WHAT)
     collectives = collectives_for(tree, _WHAT)
     with collectives.call(_WHAT) as call:
         path = checked_path(_WHAT, path)
@@ -255,11 +257,11 @@ def restore(
         load_all_components(collectives, components, variables)
         restoration.components = keep_components(collectives, components, others)
         attach_slots(slots, made)
+        lacking = _missing(tree, {*shapes, *state, *fresh})  # `take` removes entries of `state`
         restoration.take(tree, {**variables, **fresh})
         restoration.wait_for_children("", root)
     if collectives.rank == 0:
         _logger.info("Checkpoint %s restored in %.2f s", path, time.perf_counter() - began_s)
-    lacking = _missing(tree, {*shapes, *state, *fresh})
     return RestoreStatus(root, restoration, collectives.rank == 0, lacking)
 
 

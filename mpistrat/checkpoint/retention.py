@@ -118,17 +118,25 @@ def _find_sound(directory: str) -> str | None:
     found = list_folder(directory)
     warn_of_future(found, time.time())
     unreadable: CheckpointError | None = None
+    has_lost = False
     for entry in reversed(found):
         try:
             with open_checkpoint(entry.path) as reader:
                 reader.verify()
-        except CheckpointError as error:
+        except (CheckpointError, FileNotFoundError) as error:
+            if not os.path.lexists(entry.path):  # another process keeps a newer one in its place
+                has_lost = True
+                continue
+            if isinstance(error, FileNotFoundError):
+                raise
             warn_of_damage(error)
             is_forbidden = isinstance(error.__cause__, PermissionError)
             if is_forbidden or not isinstance(error, CheckpointCorruptError):
                 unreadable = unreadable or error
         else:
             return entry.path
+    if has_lost:
+        return _find_sound(directory)
     if unreadable is not None:  # it may be intact: None would silently restart training
         raise unreadable
     return None

@@ -382,7 +382,8 @@ def wait_for_job(job: Job, note_end: Callable[[signal.Signals], object] = bool) 
                 send_signal(signal.SIGTERM if is_for_mpiexec else sign, [process.pid])
         if process.returncode:
             _end_orphans(job)
-        remove_session_folder(process.pid)
+        if job.family == "Open MPI":
+            remove_session_folder(process.pid)
     # If mpiexec is interrupted while its ranks end, it may return 0.
     code = process.returncode or (128 + ended_by if ended_by else 0)
     return (128 - code if code < 0 else code), num_asked > 0

@@ -13,6 +13,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/uio.h>
+#include <unistd.h>
 
 static struct sigaction handler_before;
 _Thread_local sigjmp_buf *volatile mpistrat_way_out;
@@ -179,8 +180,9 @@ static int is_in_memory(int descriptor, npy_int64 offset)
 #endif
 
 /* ask_for(descriptor, offsets, num_bytes): let the system begin to read this many bytes of a file
-   from each of `offsets` on. Where the last byte is in memory, the others are in all likelihood
-   too: the system reads ahead from front to back. To look for each page takes four times as long. */
+   from each of `offsets` on. Where the last page of a block is in memory, its others are in all
+   likelihood too: the system reads ahead from front to back. To look for each page takes four times
+   as long. A page that the next block shares may have come with that one, so it does not count. */
 PyObject *mpistrat_ask_for(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
 {
     (void)module;
@@ -192,10 +194,13 @@ PyObject *mpistrat_ask_for(PyObject *module, PyObject *const *args, Py_ssize_t n
         return NULL;
     const npy_int64 *offsets = PyArray_DATA((PyArrayObject *)args[1]);
     npy_intp count = PyArray_SIZE((PyArrayObject *)args[1]);
+    npy_int64 page = sysconf(_SC_PAGESIZE);
     Py_BEGIN_ALLOW_THREADS
-    for (npy_intp i = 0; i < count; i++)
-        if (!is_in_memory(descriptor, offsets[i] + num_bytes - 1))
+    for (npy_intp i = 0; i < count; i++) {
+        npy_int64 end = (offsets[i] + num_bytes) / page * page; /* of the pages that it fills */
+        if (end - page < offsets[i] || !is_in_memory(descriptor, end - 1))
             posix_fadvise(descriptor, offsets[i], num_bytes, POSIX_FADV_WILLNEED);
+    }
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }

@@ -44,6 +44,7 @@ class Program:
     ) -> None:
         # Use files, not pipes, so that a process that outlives the launcher does not keep a reader
         # waiting.
+        self._command = command
         self._out = _Capture() if capture else None
         self._err = _Capture() if capture else None
         try:
@@ -83,7 +84,8 @@ class Program:
     def wait(self, limit_s: float | None) -> int:
         """Wait for the end of the program itself, and return its exit code."""
         code = self.process.wait(limit_s)
-        remove_session_folder(self.process.pid)
+        if os.path.basename(os.fspath(self._command[0])).startswith("mpi"):
+            remove_session_folder(self.process.pid)
         self._close()
         return code
 

@@ -11,6 +11,7 @@ import pytest
 
 import mpistrat as ms
 from mpistrat import hdf5
+from mpistrat.checkpoint import reader, retention
 from tests.helpers import as_nobody
 
 
@@ -142,6 +143,23 @@ def test_a_folder_of_a_newer_format_is_no_new_beginning(make, weight):
             look()
     manager.save(2)
     assert ms.latest_checkpoint(manager.directory) == manager.checkpoints[-1]
+
+
+def test_a_file_that_another_process_removes_meanwhile_is_not_missed(make, monkeypatch):
+    manager = make()
+    manager.save(1)
+    first, second = manager.checkpoints[0], manager.checkpoints[0].replace("-1.h5", "-2.h5")
+    opened = []
+
+    def open_checkpoint(path):
+        opened.append(path)
+        if len(opened) == 1:
+            os.rename(first, second)
+        return reader.open_checkpoint(path)
+
+    monkeypatch.setattr(retention, "open_checkpoint", open_checkpoint)
+    assert ms.latest_checkpoint(manager.directory) == second
+    assert opened == [first, second]
 
 
 def test_init_fn_must_be_a_function(make):

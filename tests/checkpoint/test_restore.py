@@ -74,6 +74,15 @@ def test_what_no_object_took_is_warned_of_once(file, caplog, quiet):
         assert file in message
 
 
+def test_a_complete_file_gives_no_warning(file, caplog):
+    with caplog.at_level(logging.WARNING, "mpistrat"):
+        checkpoint = ms.Checkpoint(a=variable(3), b=variable(), rng=np.random.default_rng(0))
+        checkpoint.restore(file)
+        del checkpoint
+        gc.collect()
+    assert not caplog.messages
+
+
 @pytest.mark.parametrize("method", ["", "expect_partial", "assert_existing_objects_matched"])
 def test_what_the_file_lacks_is_warned_of_once(file, caplog, method):
     with caplog.at_level(logging.WARNING, "mpistrat"):

@@ -57,6 +57,18 @@ def test_a_block_whose_last_byte_is_missing_is_read(evicted, in_memory):
     assert not is_in_memory(evicted)[~expected].any()
 
 
+def test_a_page_of_two_blocks_counts_for_neither(evicted):
+    shifted = 2048  # as HDF5 places data
+    native.ask_for(evicted, np.array([3 * BLOCK + shifted]), BLOCK)
+    native.ask_for(evicted, np.array([2 * BLOCK + shifted]), BLOCK)
+    pages = np.arange(8 * BLOCK // mmap.PAGESIZE) * mmap.PAGESIZE
+    expected = (pages > 2 * BLOCK + shifted - mmap.PAGESIZE) & (pages < 4 * BLOCK + shifted)
+    end = time.monotonic() + 10
+    while not is_in_memory(evicted)[expected].all():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 def test_beyond_the_end_of_a_file_nothing_is_read(evicted):
     native.ask_for(evicted, np.array([9 * BLOCK]), BLOCK)
     assert not is_in_memory(evicted).any()
