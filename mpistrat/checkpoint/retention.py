@@ -18,6 +18,7 @@ from mpistrat.errors import CheckpointCorruptError, CheckpointError
 PREFIX = "checkpoint-"
 _SKEW_S = 1.0
 """Seconds by which the clocks of nodes may differ without a warning."""
+_NAME = re.compile(rf"{PREFIX}(\d+)\.h5")
 _WHAT = "latest_checkpoint"
 _logger = logging.getLogger("mpistrat")
 
@@ -47,22 +48,27 @@ def list_folder(directory: str | os.PathLike[str]) -> list[Entry]:
         raise CheckpointError(
             f"The folder {os.fspath(directory)} cannot be read: {reason.strerror}."
         ) from None
+    steps = {
+        os.path.join(directory, name): int(match[1])
+        for name in names
+        if (match := _NAME.fullmatch(name))
+    }
     try:
-        return sorted(_entries(os.fspath(directory), names))
+        found = sorted(_entries(steps))
     except OSError as reason:
         raise CheckpointError(
             f"The files of the folder {os.fspath(directory)} cannot be looked at: "
             f"{reason.strerror}. Check its permissions: entering a folder needs x."
         ) from None
+    if steps and not any(map(os.path.lexists, steps)):  # another process has newer ones
+        return list_folder(directory)
+    return found
 
 
-def _entries(directory: str, names: list[str]) -> Iterator[Entry]:
-    for name in names:
-        match = re.fullmatch(rf"{PREFIX}(\d+)\.h5", name)
-        if match:
-            path = os.path.join(directory, name)
-            with contextlib.suppress(FileNotFoundError):  # removed since it was listed
-                yield Entry(_created_s(path), int(match[1]), path)
+def _entries(steps: dict[str, int]) -> Iterator[Entry]:
+    for path, step in steps.items():
+        with contextlib.suppress(FileNotFoundError):  # removed since it was listed
+            yield Entry(_created_s(path), step, path)
 
 
 def _created_s(path: str) -> float:

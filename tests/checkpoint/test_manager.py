@@ -145,21 +145,22 @@ def test_a_folder_of_a_newer_format_is_no_new_beginning(make, weight):
     assert ms.latest_checkpoint(manager.directory) == manager.checkpoints[-1]
 
 
-def test_a_file_that_another_process_removes_meanwhile_is_not_missed(make, monkeypatch):
+@pytest.mark.parametrize("moment", [0, 1], ids=["listed", "looked at"])
+def test_a_file_that_another_process_removes_meanwhile_is_not_missed(make, monkeypatch, moment):
     manager = make()
     manager.save(1)
     first, second = manager.checkpoints[0], manager.checkpoints[0].replace("-1.h5", "-2.h5")
     opened = []
 
     def open_checkpoint(path):
-        opened.append(path)
-        if len(opened) == 1:
+        if len(opened) == moment:
             os.rename(first, second)
+        opened.append(path)
         return reader.open_checkpoint(path)
 
     monkeypatch.setattr(retention, "open_checkpoint", open_checkpoint)
     assert ms.latest_checkpoint(manager.directory) == second
-    assert opened == [first, second]
+    assert opened == [first] * (moment + 1) + [second] * 2
 
 
 def test_init_fn_must_be_a_function(make):
