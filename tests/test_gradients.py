@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat import user_warnings
+from mpistrat import context, user_warnings
 
 STEP = 1e-6
 
@@ -83,7 +83,10 @@ def test_default_context_and_bad_arguments(strategy, size, monkeypatch):
     with warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always")
         assert ms.gradients.all_reduce_pullback("mean", 2.0, 2.0, 3.0) == 3.0
-    assert [each.category for each in given] == [ms.errors.ScopeWarning] * (size > 1)
+    # Alone, earlier tests may have left strategies of several replicas open.
+    warns = bool(context.open_strategies())
+    assert warns >= (size > 1)
+    assert [each.category for each in given] == [ms.errors.ScopeWarning] * warns
     with strategy.scope(), pytest.raises(ms.errors.ContextError, match=r"strategy\.run"):
         ms.gradients.all_reduce_pullback("sum", 1.0, 1.0, 1.0)
     with pytest.raises(ValueError, match="one structure"):
