@@ -196,7 +196,10 @@ class Dispatcher:
         failed, self._failed = self._failed, None
         if failed is not None:
             self._generation += 1
-            raise failed.error()
+            error = failed.error()
+            if isinstance(error, UnavailableError):  # its worker has noticed a lost server first
+                self._become_unavailable(error)
+            raise error
 
     def check_available(self) -> None:
         """Raise `UnavailableError` if no closure can run any more."""
