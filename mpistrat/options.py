@@ -233,7 +233,7 @@ class InputReplicationMode(enum.Enum):
     """
 
     PER_WORKER = "PER_WORKER"
-    """The default."""
+    """The only mode that `Strategy.distribute_dataset` supports."""
     PER_REPLICA = "PER_REPLICA"
     """`Strategy.distribute_dataset` raises NotImplementedError."""
 

@@ -220,7 +220,7 @@ class Checkpoint(Trackable):
             message names all of them. No value is cast. Arrays of other objects' ``state_dict()``
             may differ in the first dimension.
         TypeError
-            If `path` is no path, such as the ``None`` of `latest_checkpoint`.
+            If `path` is not a path, for example the ``None`` that `latest_checkpoint` may return.
         """
         return restore(self, path)
 

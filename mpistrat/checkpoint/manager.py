@@ -235,7 +235,7 @@ class CheckpointManager(Hinted):
             In the same cases as `Checkpoint.write`. With ``asynchronous=True``, an error of writing
             the file is raised by the next call, which saves nothing; the one after it saves again.
         TypeError, ValueError
-            If `step` is no integer, or negative.
+            If `step` is not an integer, or is negative.
         """
         self.wait()
         given = self._step(step)

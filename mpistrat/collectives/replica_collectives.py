@@ -372,7 +372,9 @@ class GroupCollectives(ABC):
         fill: complex = 0,
         options: CommunicationOptions | None = None,
     ) -> T:
-        """Return the `value` of the replica `offset` before this one; NumPy's roll if `periodic`.
+        """Return the `value` of the replica `offset` before this one.
+
+        With ``periodic=True`` this works like NumPy's roll.
 
         **Collective**, with the same structure, shapes, dtypes, offset, `periodic` and `fill`.
 
@@ -398,7 +400,7 @@ class GroupCollectives(ABC):
         Raises
         ------
         TypeError, ValueError
-            On every replica, if an argument has the wrong type, or the dtype no value `fill`.
+            On every replica, if an argument has the wrong type, or `fill` does not fit the dtype.
         CollectiveError
             If the replicas disagree.
         """

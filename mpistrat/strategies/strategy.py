@@ -343,7 +343,7 @@ class Strategy(Hinted):
         Raises
         ------
         TypeError, ValueError
-            If it is no `Dataset`, was not batched, or the policy FILE finds too few files.
+            If `dataset` is not a batched `Dataset`, or the policy FILE has too few files.
         DataError
             On every rank, if its files do not match.
 
@@ -610,7 +610,7 @@ class Strategy(Hinted):
         Raises
         ------
         TypeError, ValueError
-            If it is no `Dataset`, was not batched, or the policy FILE finds too few files.
+            If `dataset` is not a batched `Dataset`, or the policy FILE has too few files.
         DataError
             On every rank, if its files do not match, or the datasets of the ranks differ.
         """
@@ -975,12 +975,12 @@ class Strategy(Hinted):
 
     @property
     def rank(self) -> int:
-        """Number of this rank, without roles ``cluster_resolver.task_id`` too. Local."""
+        """Number of this rank among all; ``cluster_resolver.task_id`` is within a role. Local."""
         return self._layout.rank
 
     @property
     def size(self) -> int:
-        """Number of ranks, without roles ``cluster_resolver.num_workers`` too. Local."""
+        """Number of all ranks; ``cluster_resolver.num_workers`` counts only workers. Local."""
         return self._layout.num_ranks
 
     @property

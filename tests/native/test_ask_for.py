@@ -45,7 +45,7 @@ def evicted(tmp_path):
 
 
 @pytest.mark.parametrize("in_memory", [[], [0], [BLOCK // 2]], ids=["nothing", "front", "middle"])
-def test_a_block_whose_last_byte_is_missing_is_read(evicted, in_memory):
+def test_a_block_whose_last_page_is_missing_is_read(evicted, in_memory):
     for within in in_memory:
         os.pread(evicted, 1, 2 * BLOCK + within)
     native.ask_for(evicted, np.array([2 * BLOCK, 5 * BLOCK]), BLOCK)
