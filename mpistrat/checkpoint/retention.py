@@ -103,6 +103,8 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
     CheckpointError
         If the folder cannot be read, or if none of the files is intact and some cannot be read or
         are not of this format version: they may be what the program should continue from.
+    NotImplementedError
+        In the scope of a strategy with ``elastic=True``. Use `CheckpointManager` there.
     TypeError, ValueError
         If `directory` is not a path.
 
