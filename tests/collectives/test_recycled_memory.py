@@ -1,5 +1,6 @@
 """From the second step on nothing large is allocated: what is dropped is used again."""
 
+import gc
 import tracemalloc
 
 import numpy as np
@@ -31,6 +32,7 @@ def addresses(results):
 
 def fresh_bytes(step, num_steps=1):
     """Return the most memory that `num_steps` more steps have needed at a time."""
+    gc.disable()  # what finalizers of other tests' garbage allocate does not count
     tracemalloc.start()
     try:
         for _ in range(num_steps):
@@ -38,6 +40,7 @@ def fresh_bytes(step, num_steps=1):
         return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
+        gc.enable()
 
 
 @pytest.mark.thorough_product
