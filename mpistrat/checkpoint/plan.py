@@ -54,7 +54,7 @@ from mpistrat.checkpoint.writer import (
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.errors import CheckpointError, ContextError
 from mpistrat.mpi.launcher import find_launcher, is_one_of_several, unconnected_task
-from mpistrat.mpi.world import is_started, started_world
+from mpistrat.mpi.world import is_started, running_world
 from mpistrat.sharding import Box
 from mpistrat.system.text import keywords
 from mpistrat.system.xxh3 import digest_of_values
@@ -369,7 +369,7 @@ def _collectives_for(tree: Tree, what: str) -> Collectives:
     if strategy_of(tree, what) is not None:
         return collectives_for(tree, what)
     check_owner_is_known(tree, what)
-    if tree.variables or not is_started() or not _has_others():
+    if tree.variables or running_world() is None:
         return collectives_for(tree, what)
     collectives: Collectives = context.collectives_of(context.strategy_of_world())
     return collectives
@@ -447,7 +447,7 @@ def writes_here(tree: Tree, collectives: Collectives) -> bool:
     if any(_is_own(strategy) for strategy in found) or _is_own(world_strategy()):
         return True
     if is_started():
-        world = started_world()
+        world = running_world()
         return world is None or bool(world.rank == 0)
     # A program of several processes that has not started MPI, such as one of torch over gloo.
     return not is_one_of_several() or find_launcher().task == 0
@@ -455,7 +455,7 @@ def writes_here(tree: Tree, collectives: Collectives) -> bool:
 
 def _warn_if_unconnected(what: str, path: str) -> None:
     """Warn if a launcher started several processes that MPI does not connect. Local."""
-    found = None if is_started() and _has_others() else unconnected_task()
+    found = unconnected_task() if running_world() is None else None
     if found is None or found[2] == 0:  # task 0 may be the only one that saves
         return
     launcher, tasks, task = found
@@ -466,11 +466,6 @@ def _warn_if_unconnected(what: str, path: str) -> None:
         "or srun --mpi=..., save on process 0 only, or use a different path in each process.",
         key="unconnected",
     )
-
-
-def _has_others() -> bool:
-    world = started_world()
-    return world is not None and world.size > 1
 
 
 def _is_own(strategy: Any) -> bool:

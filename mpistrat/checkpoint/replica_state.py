@@ -27,7 +27,7 @@ from mpistrat.collectives.collectives import Collectives
 from mpistrat.errors import CheckpointError
 from mpistrat.layout import Layout
 from mpistrat.mpi.launcher import is_one_of_several
-from mpistrat.mpi.world import is_started, started_world
+from mpistrat.mpi.world import running_world
 from mpistrat.system.text import counted
 from mpistrat.values import PerReplica
 from mpistrat.variables import Variable
@@ -160,8 +160,7 @@ def check_owner_is_known(tree: Tree, what: str) -> None:
     alone = [path for path, each in tree.stateful.items() if isinstance(each, PerReplicaState)]
     if not alone or strategy_of(tree, what) is not None:
         return
-    world = started_world() if is_started() else None
-    if is_one_of_several() if world is None else world.size > 1:
+    if running_world() is not None or is_one_of_several():
         raise CheckpointError(
             f"{what}: {alone} are PerReplicaState, but it is unknown to which strategy's replicas "
             "they belong, because no scope is entered. Call it in the scope of their strategy: "

@@ -36,7 +36,7 @@ from mpistrat.checkpoint.raw_io import (
 )
 from mpistrat.collectives.collectives import Collectives
 from mpistrat.errors import CheckpointError
-from mpistrat.mpi.world import is_started, started_world
+from mpistrat.mpi.world import running_world
 from mpistrat.sharding import Box
 from mpistrat.system.exit_hooks import Phase, at
 from mpistrat.system.files import claimed, hidden_beside, remove_leftovers
@@ -69,7 +69,7 @@ class Writers:
         transport = collectives.channel.transport
         if transport.world_size > 1:
             return cls(tuple(transport.world_ranks), transport.world_size, collectives)
-        world = started_world() if is_started() else None
+        world = running_world()
         return None if world is None else cls((world.rank,), world.size)
 
     @property

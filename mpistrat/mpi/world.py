@@ -118,6 +118,11 @@ def started_world() -> MPI.Intracomm | None:
     return MPI.COMM_WORLD
 
 
+def running_world() -> MPI.Intracomm | None:
+    """Return what `started_world` returns, ``None`` too if MPI has not been started."""
+    return started_world() if is_started() else None
+
+
 def is_started() -> bool:
     """Return whether this process has started MPI. This does not start it."""
     if "mpi4py.MPI" not in sys.modules:

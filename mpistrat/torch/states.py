@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from mpistrat.checkpoint.torch_hook import LoadedShard, TensorState
-from mpistrat.mpi.world import is_started, started_world
+from mpistrat.mpi.world import running_world
 from mpistrat.sharding import Box
 from mpistrat.torch.group_strategy import GroupStrategy, strategy_of_group
 from mpistrat.torch.stored import (
@@ -59,7 +59,7 @@ class TorchTensors:
         strategy = strategy_of_group()
         # A program whose ranks MPI connects may have groups of other backends too.
         is_of_mpi = not isinstance(strategy, GroupStrategy)
-        return strategy if is_of_mpi or not (is_started() and started_world()) else None
+        return strategy if is_of_mpi or running_world() is None else None
 
     def stored(self, tensor: torch.Tensor) -> StoredTensor:
         """Return `tensor` as a file stores it, or raise TypeError that names its kind."""
