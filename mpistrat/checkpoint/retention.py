@@ -18,6 +18,7 @@ from mpistrat.errors import CheckpointCorruptError, CheckpointError
 PREFIX = "checkpoint-"
 _SKEW_S = 1.0
 """Seconds by which the clocks of nodes may differ without a warning."""
+_NUM_LOOKS = 20
 _NAME = re.compile(rf"{PREFIX}(\d+)\.h5")
 _WHAT = "latest_checkpoint"
 _logger = logging.getLogger("mpistrat")
@@ -38,7 +39,7 @@ def file_name(step: int) -> str:
     return f"{PREFIX}{step}.h5"
 
 
-def list_folder(directory: str | os.PathLike[str]) -> list[Entry]:
+def list_folder(directory: str | os.PathLike[str], num_looks: int = _NUM_LOOKS) -> list[Entry]:
     """Return the checkpoints in `directory`, which may be missing, oldest first."""
     try:
         names = os.listdir(directory)
@@ -61,8 +62,20 @@ def list_folder(directory: str | os.PathLike[str]) -> list[Entry]:
             f"{reason.strerror}. Check its permissions: entering a folder needs x."
         ) from None
     if steps and not any(map(os.path.lexists, steps)):  # another process has newer ones
-        return list_folder(directory)
+        return list_folder(directory, _looks_left(directory, num_looks))
     return found
+
+
+def _looks_left(directory: str | os.PathLike[str], num_looks: int) -> int:
+    """Wait before another look at a folder that changes, or raise if none is left."""
+    if num_looks == 1:
+        raise CheckpointError(
+            f"The folder {os.fspath(directory)} lists checkpoints that are not there, "
+            f"{_NUM_LOOKS} times in a row: other processes replace them, or its file system shows "
+            "an old list. Try again later."
+        )
+    time.sleep(0.05)
+    return num_looks - 1
 
 
 def _entries(steps: dict[str, int]) -> Iterator[Entry]:
@@ -101,8 +114,8 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
     Raises
     ------
     CheckpointError
-        If the folder cannot be read, or if none of the files is intact and some cannot be read or
-        are not of this format version: they may be what the program should continue from.
+        If the folder cannot be read or lists files that are gone, or if no file is intact and some
+        cannot be read or have another format version: the program may continue from those.
     NotImplementedError
         In the scope of a strategy with ``elastic=True``. Use `CheckpointManager` there.
     TypeError, ValueError
@@ -121,7 +134,7 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
     return answer
 
 
-def _find_sound(directory: str) -> str | None:
+def _find_sound(directory: str, num_looks: int = _NUM_LOOKS) -> str | None:
     """Return the newest checkpoint that verifies."""
     found = list_folder(directory)
     warn_of_future(found, time.time())
@@ -144,7 +157,7 @@ def _find_sound(directory: str) -> str | None:
         else:
             return entry.path
     if has_lost:
-        return _find_sound(directory)
+        return _find_sound(directory, _looks_left(directory, num_looks))
     if unreadable is not None:  # it may be intact: None would silently restart training
         raise unreadable
     return None

@@ -163,6 +163,17 @@ def test_a_file_that_another_process_removes_meanwhile_is_not_missed(make, monke
     assert opened == [first] * (moment + 1) + [second] * 2
 
 
+def test_a_list_of_files_that_are_gone_is_an_error_and_no_new_beginning(make, monkeypatch):
+    manager = make()
+    manager.save(1)
+    os.rename(manager.checkpoints[0], manager.checkpoints[0] + ".away")
+    assert ms.latest_checkpoint(manager.directory) is None
+    monkeypatch.setattr(retention.os, "listdir", lambda _: ["checkpoint-1.h5"])
+    for look in (lambda: ms.latest_checkpoint(manager.directory), manager.restore_or_initialize):
+        with pytest.raises(ms.errors.CheckpointError, match="not there, 20 times in a row"):
+            look()
+
+
 def test_init_fn_must_be_a_function(make):
     with pytest.raises(TypeError, match="init_fn must be"):
         make().restore_or_initialize(3)
