@@ -8,32 +8,20 @@ import keras
 import torch
 import torch.distributed as dist
 
-from mpistrat.errors import DataError, LaunchError
-from mpistrat.mpi.launcher import is_one_of_several
-from mpistrat.settings import environment
+from mpistrat.errors import DataError
 from mpistrat.system.text import rank_list, ranks_by_value
+from mpistrat.torch import ranks
 
 
 def rank_and_size() -> tuple[int, int]:
     """Return this rank and the number of ranks; a single process is rank 0 of 1. Local."""
-    if dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    if is_one_of_several() or environment().get("WORLD_SIZE", "1") != "1":
-        raise LaunchError(
-            "This process is one of several, but there is no process group, so each would train by "
-            "itself. Call mpistrat.keras.init() before the model is built."
-        )
-    return 0, 1
+    return ranks.rank_and_size("mpistrat.keras", "Call mpistrat.keras.init() before the model.")
 
 
 def gather(value: Any) -> list[Any]:
     """Return the values of all ranks, in rank order. **Collective**."""
-    _, size = rank_and_size()
-    if size == 1:
-        return [value]
-    of_ranks: list[Any] = [None] * size
-    dist.all_gather_object(of_ranks, value)
-    return of_ranks
+    rank_and_size()
+    return ranks.gather(value)
 
 
 def sums_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -53,9 +41,9 @@ def check_same_batches(of_ranks: list[int | None]) -> None:
         return
     groups = ranks_by_value(enumerate(of_ranks))
     texts = [
-        f"{rank_list(ranks)} {'has' if len(ranks) == 1 else 'have'} "
+        f"{rank_list(same)} {'has' if len(same) == 1 else 'have'} "
         f"{'an unknown number' if number is None else number}"
-        for number, ranks in groups.items()
+        for number, same in groups.items()
     ]
     raise DataError(
         f"The ranks have different numbers of batches: {', '.join(texts)}. Every rank takes part "

@@ -10,16 +10,19 @@ from mpistrat.errors import LaunchError
 from mpistrat.mpi.launcher import is_one_of_several
 from mpistrat.settings import environment
 
+_REMEDY = (
+    "Call mpistrat.torch.init() before the trainer is created, or start the program by torchrun."
+)
 
-def rank_and_size(who: str) -> tuple[int, int]:
+
+def rank_and_size(who: str, remedy: str = _REMEDY) -> tuple[int, int]:
     """Return this rank and the number of ranks; a single process is rank 0 of 1. Local."""
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     if is_one_of_several() or environment().get("WORLD_SIZE", "1") != "1":
         raise LaunchError(
             f"{who}: this process is one of several, but there is no process group, so each would "
-            "train by itself and write the same files. Call mpistrat.torch.init() before the "
-            "trainer is created, or start the program by torchrun."
+            f"train by itself and write the same files. {remedy}"
         )
     return 0, 1
 
