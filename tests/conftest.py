@@ -80,19 +80,26 @@ def pytest_collection_modifyitems(config, items):
         if is_slow and item.get_closest_marker("fast") is not None:
             item.add_marker(pytest.mark.skip(reason="counts what the fast paths save"))
     if config.option.device != "cpu":
-        _keep_those_on_devices(config, items)
+        # Those of host memory, and those that count messages between hosts.
+        config.stash[_ABOUT_HOSTS] = _leave_out(
+            config,
+            items,
+            lambda item: item.get_closest_marker("host_memory") or "counts" in item.fixturenames,
+        )
     if "campaign" not in config.option.markexpr:
-        _leave_out(config, items, ("campaign",))
+        _leave_out(config, items, lambda item: item.get_closest_marker("campaign"))
     if _WORLD is not None:
-        _leave_out(config, items, _STARTS_RANKS)
+        _leave_out(config, items, lambda item: any(map(item.get_closest_marker, _STARTS_RANKS)))
 
 
-def _leave_out(config, items, markers):
-    """Deselect the tests that have one of these markers."""
-    marked = [item for item in items if any(map(item.get_closest_marker, markers))]
-    config.hook.pytest_deselected(items=marked)
-    names = {item.nodeid for item in marked}
-    items[:] = [item for item in items if item.nodeid not in names]
+def _leave_out(config, items, is_left_out):
+    """Deselect the tests for which `is_left_out` is true, and return their number."""
+    kept, left_out = [], []
+    for item in items:
+        (left_out if is_left_out(item) else kept).append(item)
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = kept
+    return len(left_out)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -118,18 +125,6 @@ def _let_torch_propagate():
     for name, logger in logging.root.manager.loggerDict.items():
         if name.startswith("torch") and isinstance(logger, logging.Logger):
             logger.propagate = True
-
-
-def _keep_those_on_devices(config, items):
-    """Leave out the tests of host memory, and those that count messages between hosts."""
-    about_hosts = [
-        item
-        for item in items
-        if item.get_closest_marker("host_memory") or "counts" in item.fixturenames
-    ]
-    config.hook.pytest_deselected(items=about_hosts)
-    items[:] = [item for item in items if item not in about_hosts]
-    config.stash[_ABOUT_HOSTS] = len(about_hosts)
 
 
 def pytest_terminal_summary(terminalreporter, config):

@@ -6,6 +6,7 @@ import functools
 import gc
 import os
 import threading
+import tracemalloc
 
 import numpy as np
 
@@ -107,4 +108,17 @@ def collect_in_a_thread(make):
         collector.join(20)
         assert not collector.is_alive()
     finally:
+        gc.enable()
+
+
+def fresh_bytes(step, num_steps=1):
+    """Return the most memory that `num_steps` more steps have needed at a time, in bytes."""
+    gc.disable()  # what finalizers of other tests' garbage allocate does not count
+    tracemalloc.start()
+    try:
+        for _ in range(num_steps):
+            step()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
         gc.enable()

@@ -1,6 +1,5 @@
 """From the second step on nothing large is allocated: what is dropped is used again."""
 
-import gc
 import tracemalloc
 
 import numpy as np
@@ -9,7 +8,7 @@ from ml_dtypes import bfloat16
 
 import mpistrat as ms
 from tests.devices import implementation
-from tests.helpers import result_of
+from tests.helpers import fresh_bytes, result_of
 
 pytestmark = pytest.mark.fast
 
@@ -28,19 +27,6 @@ def arrays(dtype):
 
 def addresses(results):
     return {each.__array_interface__["data"][0] for each in results if each.nbytes >= 2**16}
-
-
-def fresh_bytes(step, num_steps=1):
-    """Return the most memory that `num_steps` more steps have needed at a time."""
-    gc.disable()  # what finalizers of other tests' garbage allocate does not count
-    tracemalloc.start()
-    try:
-        for _ in range(num_steps):
-            step()
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-        gc.enable()
 
 
 @pytest.mark.thorough_product
